@@ -36,7 +36,7 @@ from m3diff.models.m3diff import LARGE_BASE, M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
 from m3diff.models.processing import M3DiffImageProcessor
 from m3diff.models.settings import Lora, Rates
-from m3diff.models.tuning import meta_model, prepare, trainable_groups
+from m3diff.models.tuning import meta_model, prepare_for_training, trainable_groups
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import peak_flops
@@ -185,7 +185,7 @@ def seven_b(layers: int = 28, pairs: int = 6) -> Size:
 
     A pair has 1,460 visual tokens, 29 prompt tokens and an average of 6.17 captions with 15 tokens each.
     """
-    config = M3DiffConfig.published(LARGE_BASE, {})
+    config = M3DiffConfig.for_published_base(LARGE_BASE, {})
     rng = np.random.default_rng(0)
     config.text_config.num_hidden_layers = layers
     config.text_config.layer_types = config.text_config.layer_types[:layers]
@@ -250,7 +250,7 @@ class Bench:
             self.model = M3DiffForConditionalGeneration._from_config(
                 self.size.config, dtype=self.device.dtype, attn_implementation=register_kernels()
             )
-            self.adapted = prepare(self.model, M3DIFF, self.size.settings).train()
+            self.adapted = prepare_for_training(self.model, M3DIFF, self.size.settings).train()
             self.optimizer = MasterAdamW(self.adapted, self.size.settings)
         self.initial_weights = [weight.detach().cpu().clone() for weight in self.optimizer.weights]
         self.mdp = self.model.model.mdp
@@ -447,7 +447,7 @@ def static_gb(size: Size) -> float:
     """Return the memory in GB that the weights, gradients and optimizer state of the model with adapters need."""
     with torch.device("meta"):
         model = M3DiffForConditionalGeneration(size.config)
-        prepare(model, M3DIFF, size.settings)
+        prepare_for_training(model, M3DIFF, size.settings)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
 

@@ -47,7 +47,7 @@ from m3diff.models.device import Device
 from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import DifferentialPerception
 from m3diff.models.settings import Delays, MDPConfig
-from m3diff.models.tuning import prepare, trainable_groups
+from m3diff.models.tuning import prepare_for_training, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.stages.train.batches import Loader, Samples, Schedule, read_training_samples
@@ -317,7 +317,7 @@ def stock_model(job: Job) -> tuple[Any, Any]:
     model = StockForConditionalGeneration._from_config(own_model.config, dtype=dtype, attn_implementation="sdpa")
     model.load_state_dict(own_model.state_dict())
     torch.set_rng_state(state)  # so that the adapters get the same initial weights
-    adapted = prepare(model, family, job.model).train()
+    adapted = prepare_for_training(model, family, job.model).train()
     return adapted.to("cuda" if gpu else "cpu"), family.load_processor(job.cfg.base)
 
 

@@ -62,7 +62,7 @@ def start_ray(compute: Compute) -> None:
             "_node_ip_address": "127.0.0.1",
         }
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
-    with separate_process_group(), without_dashboard():
+    with separate_process_group(), prevent_dashboard():
         try:
             ray.init(
                 **arguments,
@@ -76,10 +76,10 @@ def start_ray(compute: Compute) -> None:
             cause = str(error).strip().partition("\n")[0]
             if cluster:
                 raise NoRoomError("cluster.ray_does_not_connect", cause=cause, value=cluster) from error
-            raise NoRoomError("cluster.ray_does_not_start", cause=cause, logs=logs()) from error
+            raise NoRoomError("cluster.ray_does_not_start", cause=cause, logs=ray_log_folder()) from error
 
 
-def logs() -> str:
+def ray_log_folder() -> str:
     """Return Ray's log folder on this machine. The files in it show why a Ray process ended."""
     return f"{os.environ.get('RAY_TMPDIR') or os.environ.get('TMPDIR') or '/tmp'}/ray/session_latest/logs"
 
@@ -106,7 +106,7 @@ def require_head(seconds: float) -> None:
 
 
 @contextmanager
-def without_dashboard() -> Iterator[None]:
+def prevent_dashboard() -> Iterator[None]:
     """Prevent Ray from starting its dashboard process if Ray is started within the block.
 
     Ray 2.60 starts this process even with `include_dashboard=False`, and the process queries the metadata addresses of
@@ -146,7 +146,7 @@ def wait_for_room(compute: Compute, seconds: float) -> None:
     resources = worker_resources(compute)
     deadline = time.monotonic() + seconds
     has_printed = False
-    need = [f"{amount} {name}" for name, amount in resources.items()]
+    needed_resources = [f"{amount} {name}" for name, amount in resources.items()]
     while True:
         nodes = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
         room = sum(workers_on_node(available, resources) for _, available in nodes)
@@ -156,11 +156,13 @@ def wait_for_room(compute: Compute, seconds: float) -> None:
         for address, available in nodes:
             amounts = ", ".join(f"{available.get(name, 0):g} {name}" for name in resources)
             node_texts.append(f"{address} has {amounts}")
-        lack = Fault("cluster.no_room", value=room, expected=compute.workers, need=need, nodes=node_texts)
+        no_room = Fault(
+            "cluster.no_room", value=room, expected=compute.workers, need=needed_resources, nodes=node_texts
+        )
         if time.monotonic() >= deadline:
-            raise NoRoomError(lack)
+            raise NoRoomError(no_room)
         if not has_printed:
-            print(f"{lack.problem}; waiting {seconds:.0f} s for a node to join", flush=True)
+            print(f"{no_room.problem}; waiting {seconds:.0f} s for a node to join", flush=True)
             has_printed = True
         time.sleep(min(1, seconds))
 

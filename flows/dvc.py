@@ -28,7 +28,7 @@ from dvc.stage import PipelineStage
 from dvc_data.hashfile.hash_info import HashInfo
 from dvc_data.hashfile.transfer import transfer
 
-from m3diff.provenance.dvc import DVC_LOCK, Lock, fault_of_object, listing, object_file, read_lock
+from m3diff.provenance.dvc import DVC_LOCK, Lock, fault_of_object, object_file, read_file_list, read_lock
 from m3diff.provenance.git import git, has_branch
 from m3diff.records.errors import CodedError, DataError, Fault, redact
 from m3diff.records.files import write_atomic
@@ -360,7 +360,7 @@ def add_files_of_folders(outputs: Mapping[str, str]) -> dict[str, str]:
     cache = cache_folder()
     files = dict(outputs)
     for path, hash_ in outputs.items():
-        files |= {f"{path}/{name}": file_hash for name, file_hash in listing(cache, hash_).items()}
+        files |= {f"{path}/{name}": file_hash for name, file_hash in read_file_list(cache, hash_).items()}
     return files
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from m3diff.provenance.code import digests
+from m3diff.provenance.code import digest_code
 from m3diff.settings.load import load_params
 from m3diff.stages.code import modules_by_stage
 from tests import toy
@@ -51,7 +51,7 @@ def test_a_stage_depends_on_its_code_and_on_the_templates_and_tables_it_reads(st
     names = [name for name in modules if name.partition("@")[0] == stage]
     assert names or stage == "augment", "stage `code` writes no digests for it"
     for name in names:
-        code = digests(REPOSITORY / "components" / "stages" / stage / "stage.py", modules[name])
+        code = digest_code(REPOSITORY / "components" / "stages" / stage / "stage.py", modules[name])
         assert resources(REPOSITORY / file for file in code) == dependencies(stage)
         file = REPOSITORY / "code" / f"{name}.json"
         assert json.loads(file.read_text()) == code, "run `dvc repro code`"

@@ -10,7 +10,7 @@ import yaml
 
 from m3diff.commands.plan.published import published_workload
 from m3diff.models.settings import MDPConfig, VDMConfig
-from m3diff.settings.load import differences, load_params, resolve
+from m3diff.settings.load import list_differences, load_params, resolve_profile
 from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
 
@@ -63,11 +63,11 @@ def test_every_field_of_the_module_is_in_the_table(title: str, model: str, modul
 
 def test_every_training_parameter_is_in_the_table() -> None:
     names = {path.split(".")[1] for path, _ in parameters_in("The profile paper") if path.startswith("train.")}
-    assert set(resolve(profile("paper"))["train"]) - names == {"model"}
+    assert set(resolve_profile(profile("paper"))["train"]) - names == {"model"}
 
 
 def test_the_page_names_every_parameter_that_the_letter_changes() -> None:
-    changes = differences(resolve(profile("paper")), resolve(profile("paper-letter")))
+    changes = list_differences(resolve_profile(profile("paper")), resolve_profile(profile("paper-letter")))
     changed_parameters = {line.split(":")[0] for line in changes}
     assert changed_parameters == {path for path, _ in parameters_in("By the letter")}
 

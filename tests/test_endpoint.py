@@ -31,7 +31,7 @@ from m3diff.endpoint.url import normalised_url
 from m3diff.images.open import load_image
 from m3diff.records.errors import Fault
 from m3diff.scoring.metrics.judge import JudgeSettings
-from m3diff.settings.section import ParamsError, explain
+from m3diff.settings.section import ParamsError, faults_of_validation_error
 from m3diff.stages.augment.params import EndpointWriterSettings
 from tests.chat import CUT_BODY, Server, chat_server
 from tests.chat import Fault as ServerFault
@@ -88,7 +88,7 @@ def test_a_url_with_a_key_or_a_user_is_refused_and_not_repeated(section, url):
     with pytest.raises(ValidationError) as refused:
         section(url=url)
     assert fault_of_value(refused.value) == Fault("endpoint.url_with_key")
-    (fault,) = explain(refused.value, {}, EndpointWriterSettings)
+    (fault,) = faults_of_validation_error(refused.value, {}, EndpointWriterSettings)
     assert fault.fields["key"] == "url"
     assert "sk-123" not in repr(fault)
     assert "sk-123" not in str(fault)

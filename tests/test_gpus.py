@@ -1,8 +1,10 @@
-"""Kinds of GPU: found by the names that torch gives them, with the figures of their data sheets."""
+"""Kinds of GPU: lookup by the device name in torch, and the figures of the data sheets."""
+
+import pytest
 
 from m3diff.settings.compute import GPUS, gpu_of
 
-NAMED = {
+GPU_BY_DEVICE = {
     "NVIDIA H100 80GB HBM3": "H100-80GB",
     "NVIDIA H100 PCIe": "H100-PCIe-80GB",
     "NVIDIA H200 NVL": "H200-NVL-141GB",
@@ -14,12 +16,24 @@ NAMED = {
     "NVIDIA L4": "L4-24GB",
     "NVIDIA GeForce RTX 4090": "RTX-4090-24GB",
 }
-UNKNOWN = ["", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4"]
+UNKNOWN_DEVICES = [
+    "",
+    "NVIDIA A10G",
+    "NVIDIA L40",
+    "NVIDIA GH200 480GB",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "Tesla T4",
+]
 
 
-def test_a_device_is_known_by_the_name_that_torch_gives_it() -> None:
-    assert {device: gpu_of(device) for device in NAMED} == {device: GPUS[kind] for device, kind in NAMED.items()}
-    assert {gpu_of(device) for device in UNKNOWN} == {None}, "names that only begin alike"
+@pytest.mark.parametrize(("device", "kind"), GPU_BY_DEVICE.items())
+def test_a_device_is_known_by_the_name_that_torch_gives_it(device: str, kind: str) -> None:
+    assert gpu_of(device) == GPUS[kind]
+
+
+@pytest.mark.parametrize("device", UNKNOWN_DEVICES)
+def test_a_device_whose_name_only_begins_like_a_known_one_is_unknown(device: str) -> None:
+    assert gpu_of(device) is None
 
 
 def test_dense_peaks_are_those_of_the_data_sheets() -> None:

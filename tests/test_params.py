@@ -1,4 +1,4 @@
-"""Parameters: what is right loads typed and frozen; of what is wrong every fault is said at once, nothing is run."""
+"""Parameters: valid files load as typed, frozen sections. For invalid files, all faults are reported before a run."""
 
 import copy
 import gc
@@ -47,12 +47,12 @@ PARTS = ["omnidiff_real", "omnidiff_render"]
 
 
 def wrong(rule: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    """The fault of a value that breaks one of pydantic's rules."""
+    """Return the fault of a value that breaks one of pydantic's rules."""
     return "wrong_value", {"rule": rule} | fields
 
 
 def unknown(code: str, nearest: str | None) -> tuple[str, dict[str, Any]]:
-    """A fault of this code that suggests this name."""
+    """Return a fault with this code that suggests this name."""
     return f"unknown_{code}", {"nearest": nearest}
 
 
@@ -264,7 +264,7 @@ def write(tmp_path: Path):
 
 
 def sections(base: type[Section] = Section) -> list[type[Section]]:
-    """Every class of settings that a module defines; `create_model` makes others, which no module holds."""
+    """Return every settings class that a module defines. Classes from `create_model` are left out."""
     defined = []
     for section in base.__subclasses__():
         if getattr(sys.modules[section.__module__], section.__name__, None) is section:

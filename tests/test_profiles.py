@@ -1,4 +1,4 @@
-"""Profiles: what differs from the profile they extend, resolved, and written as the next run's."""
+"""Profiles: inherited values, differences, and writing a profile as the parameters of the next run."""
 
 import shutil
 from pathlib import Path
@@ -10,12 +10,12 @@ import yaml
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import Fault
 from m3diff.settings.load import (
-    differences,
     find_profile,
+    list_differences,
     load_params,
     merge_profile,
     profile_files,
-    resolve,
+    resolve_profile,
     resolved_text,
     use_profile,
 )
@@ -157,12 +157,12 @@ def test_a_fault_in_a_chain_of_profiles_is_reported_with_its_file(topic, folder)
 def test_a_profile_is_written_with_its_resolved_values_and_its_head_comment(name):
     source = Path("profiles") / f"{name}.yaml"
     text = resolved_text(source)
-    assert yaml.safe_load(text) == resolve(source)
+    assert yaml.safe_load(text) == resolve_profile(source)
     head = source.read_text().split("\n\n")[0]
     assert text.startswith(f"# The profile {name}, as `m3diff profile {name}` wrote it; ")
     assert f"\n#\n{head}\n\npaths:\n" in text
     sections = [line for line in text.split("\n") if line and line[0] not in " #"]
-    assert [line.split(":")[0] for line in sections] == list(resolve(Path("profiles/embedded.yaml")))
+    assert [line.split(":")[0] for line in sections] == list(resolve_profile(Path("profiles/embedded.yaml")))
     assert all(f"\n\n{line}" in text for line in sections), "an empty line stands before each section"
     assert max(map(len, text.split("\n"))) <= 120
 
@@ -245,4 +245,4 @@ def test_differences_list_additions_and_each_removed_mapping_once():
     old = {"a": {"b": 1, "c": None}, "d": {}, "same": [1], "gone": {"x": {"y": 1}}, "part": {"x": {"y": 1}, "z": 1}}
     new = {"a": {"b": 2, "e": "text"}, "d": {"f": True}, "same": [1], "part": {"z": 1}}
     changed = ["a.b: 1 -> 2", "a.c: null -> -", "a.e: - -> text", "d.f: - -> true"]
-    assert [*differences(old, new)] == [*changed, "gone: removed", "part.x: removed"]
+    assert [*list_differences(old, new)] == [*changed, "gone: removed", "part.x: removed"]

@@ -1,4 +1,4 @@
-"""A stage's code by its meaning: its digest, and an edit while the stage runs, which is named and recorded nowhere."""
+"""Digests of a stage's code, and edits while a stage runs, which fail the stage and are not recorded."""
 
 import dataclasses
 import hashlib
@@ -44,27 +44,27 @@ class C:
         """Docstring."""
         return f"{x!r:>{LIMIT}} of" + "it"  # a comment
 '''
-SAME = True
-OTHER = False
+EQUAL = True
+DIFFERENT = False
 CHANGES = {
-    "a comment": ("# a comment", "# another", SAME),
-    "the docstring of a module": ('"""Docstring."""\nLIMIT', '"""Another."""\nLIMIT', SAME),
-    "no docstring": ('        """Docstring."""\n        return', "        return", SAME),
-    "a line's form": ('return f"{x!r:>{LIMIT}} of" + "it"', 'return (\n  f"{x!r:>{LIMIT}} of" + "it")', SAME),
-    "quotes": ('"it"', "'it'", SAME),
-    "the docstring of a constant": ('"""Of a constant."""', '"""Of it."""', SAME),
-    "the description of a field": ('    """Of a field."""', '    """Another."""', SAME),
-    "no description of a field": ('    """Of a field."""\n', "", SAME),
-    "a number": ("LIMIT = 3", "LIMIT = 4", OTHER),
-    "a number's type": ("LIMIT = 3", "LIMIT = 3.0", OTHER),
-    "a truth": ("x: int = 1", "x: int = True", OTHER),
-    "nothing": ("x: int = 1", "x: int = None", OTHER),
-    "a string": ('"it"', '"its"', OTHER),
-    "a conversion": ("x!r", "x!s", OTHER),
-    "an annotation": ("x: int", "x: float", OTHER),
-    "a name": ("LIMIT", "LIMITS", OTHER),
-    "an order": ('f"{x!r:>{LIMIT}} of" + "it"', '"it" + f"{x!r:>{LIMIT}} of"', OTHER),
-    "a decorator": ("    def f(self", "    @staticmethod\n    def f(self", OTHER),
+    "a comment": ("# a comment", "# another", EQUAL),
+    "the docstring of a module": ('"""Docstring."""\nLIMIT', '"""Another."""\nLIMIT', EQUAL),
+    "no docstring": ('        """Docstring."""\n        return', "        return", EQUAL),
+    "a line's form": ('return f"{x!r:>{LIMIT}} of" + "it"', 'return (\n  f"{x!r:>{LIMIT}} of" + "it")', EQUAL),
+    "quotes": ('"it"', "'it'", EQUAL),
+    "the docstring of a constant": ('"""Of a constant."""', '"""Of it."""', EQUAL),
+    "the description of a field": ('    """Of a field."""', '    """Another."""', EQUAL),
+    "no description of a field": ('    """Of a field."""\n', "", EQUAL),
+    "a number": ("LIMIT = 3", "LIMIT = 4", DIFFERENT),
+    "a number's type": ("LIMIT = 3", "LIMIT = 3.0", DIFFERENT),
+    "a truth": ("x: int = 1", "x: int = True", DIFFERENT),
+    "nothing": ("x: int = 1", "x: int = None", DIFFERENT),
+    "a string": ('"it"', '"its"', DIFFERENT),
+    "a conversion": ("x!r", "x!s", DIFFERENT),
+    "an annotation": ("x: int", "x: float", DIFFERENT),
+    "a name": ("LIMIT", "LIMITS", DIFFERENT),
+    "an order": ('f"{x!r:>{LIMIT}} of" + "it"', '"it" + f"{x!r:>{LIMIT}} of"', DIFFERENT),
+    "a decorator": ("    def f(self", "    @staticmethod\n    def f(self", DIFFERENT),
 }
 
 
@@ -79,10 +79,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_is_all_imports_their_packages_and_the_named_modules(root: Path) -> None:
-    found = set(code.digests(root / "a/first.py"))
-    assert found == {name for name in FILES if not name.startswith("a/named") and name != "a/alone.py"}
-    named = set(code.digests(root / "a/first.py", ["a.named.one"]))
-    assert named == FILES.keys() - {"a/alone.py", "a/named/other.py"}
+    files = set(code.digest_code(root / "a/first.py"))
+    assert files == {name for name in FILES if not name.startswith("a/named") and name != "a/alone.py"}
+    files_with_named = set(code.digest_code(root / "a/first.py", ["a.named.one"]))
+    assert files_with_named == FILES.keys() - {"a/alone.py", "a/named/other.py"}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -90,7 +90,7 @@ def test_only_a_change_of_meaning_changes_the_digest(change: str, tmp_path: Path
     before, after, same = CHANGES[change]
     (tmp_path / "before.py").write_text(SOURCE)
     (tmp_path / "after.py").write_text(SOURCE.replace(before, after, 1))
-    assert (code.digest(tmp_path / "before.py") == code.digest(tmp_path / "after.py")) == same
+    assert (code.digest_file(tmp_path / "before.py") == code.digest_file(tmp_path / "after.py")) == same
 
 
 def test_the_description_of_a_setting_changes_no_digest(tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def test_the_description_of_a_setting_changes_no_digest(tmp_path: Path) -> None:
     description = train_params.Train.field_descriptions()["epochs"]
     (tmp_path / "after.py").write_text(source.read_text().replace(description, "Another description."))
     assert "Another description." in (tmp_path / "after.py").read_text()
-    assert code.digest(tmp_path / "after.py") == code.digest(source)
+    assert code.digest_file(tmp_path / "after.py") == code.digest_file(source)
 
 
 def test_an_edited_broken_or_removed_file_is_reported(root: Path) -> None:
     (root / "code").mkdir()
-    (root / "code" / "stage.json").write_text(json.dumps(code.digests(root / "a/first.py")))
+    (root / "code" / "stage.json").write_text(json.dumps(code.digest_code(root / "a/first.py")))
     assert code.edited_files("stage") == []
     (root / "a/first.py").write_text(FILES["a/first.py"] + "# a comment")
     assert code.edited_files("stage") == []
@@ -114,21 +114,21 @@ def test_an_edited_broken_or_removed_file_is_reported(root: Path) -> None:
 
 
 def test_a_lazy_mapping_imports_on_lookup_and_accepts_other_objects() -> None:
-    found: LazyMapping[object] = LazyMapping(
-        "digest", {"one": "m3diff.provenance.code", "none": "m3diff.no_such_module"}
+    mapping: LazyMapping[object] = LazyMapping(
+        "digest_file", {"one": "m3diff.provenance.code", "none": "m3diff.no_such_module"}
     )
-    assert list(found) == ["one", "none"]
-    assert len(found) == 2
-    assert "none" in found
-    assert found.get("two") is None
-    assert found["one"] is code.digest
+    assert list(mapping) == ["one", "none"]
+    assert len(mapping) == 2
+    assert "none" in mapping
+    assert mapping.get("two") is None
+    assert mapping["one"] is code.digest_file
     with pytest.raises(ModuleNotFoundError):
-        found["none"]
-    found["two"] = 2
-    assert found["two"] == 2
-    assert list(found) == ["one", "none", "two"]
-    del found["two"]
-    assert "two" not in found
+        mapping["none"]
+    mapping["two"] = 2
+    assert mapping["two"] == 2
+    assert list(mapping) == ["one", "none", "two"]
+    del mapping["two"]
+    assert "two" not in mapping
 
 
 # An edit while a stage runs
@@ -166,30 +166,30 @@ def test_a_parameter_edited_during_training_fails_the_stage_and_is_not_recorded(
     lock = Path("dvc.lock").read_bytes()
     original = Path("toy.py").read_text()
     Path("toy.py").write_text(original.replace("\ndef train(", EDIT, 1))  # in its midst, as a person in an editor does
-    code, said = repro("-s", "train")
+    code, output = repro("-s", "train")
     assert code != 0
     changes = ["train.seed 7407 -> 9999"]
-    assert Message("dvc.edited_while_stage_ran", stage="train", changes=changes).in_text(said)
+    assert Message("dvc.edited_while_stage_ran", stage="train", changes=changes).in_text(output)
     assert Path("dvc.lock").read_bytes() == lock
 
     Path("toy.py").write_text(original)
-    code, said = repro("-s", "train")  # with the edit let stand
+    code, output = repro("-s", "train")  # with the edit let stand
     assert code == 0, "what ran with 7407 is not restored as 9999"
-    assert "Running stage 'train'" in said, "what ran with 7407 is not restored as 9999"
+    assert "Running stage 'train'" in output, "what ran with 7407 is not restored as 9999"
     recorded = yaml.safe_load(Path("dvc.lock").read_text())["stages"]["train"]
     assert recorded["params"]["params.yaml"]["train"]["seed"] == 9999
     word = Path("data/05_model/checkpoint/word.txt").read_text()
 
     Path("params.yaml").write_text(Path("params.yaml").read_text().replace("seed: 9999", "seed: 7407"))
-    code, said = repro("-s", "train")
+    code, output = repro("-s", "train")
     assert code == 0, "nor was 7407 recorded"
-    assert "Running stage 'train'" in said, "nor was 7407 recorded"
+    assert "Running stage 'train'" in output, "nor was 7407 recorded"
     assert Path("data/05_model/checkpoint/word.txt").read_text() != word
 
 
 @pytest.mark.fault("B1")
 def test_edited_code_is_reported_with_both_hashes_and_stale_code_does_not_start(project, monkeypatch):
-    before = code.digest(LOOP)[:12]
+    before = code.digest_file(LOOP)[:12]
     text = LOOP.read_text()
     for new, after in (("# new", NEW), ("(", "broken"), (None, "absent")):
         with (
@@ -251,7 +251,7 @@ def test_edited_added_or_removed_parameters_end_the_command(project, monkeypatch
 
     monkeypatch.setattr("m3diff.command_line.train.COMMAND", dataclasses.replace(COMMANDS["train"].load(), run=edit))
     assert main(["train"]) == USAGE
-    said = capsys.readouterr().err
-    assert Message("dvc.edited_while_stage_ran", stage="train").in_text(said)
+    message = capsys.readouterr().err
+    assert Message("dvc.edited_while_stage_ran", stage="train").in_text(message)
     for change in ("train.seed 7407 -> absent", " -> 99", 'train.new absent -> "x"'):
-        assert change in said
+        assert change in message

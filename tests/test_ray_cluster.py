@@ -1,4 +1,4 @@
-"""The Ray that a stage starts or connects to, and its nodes' room for the workers."""
+"""Starting Ray or connecting to it, and the resources of its nodes."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def compute(**changes: Any) -> Compute:
 
 @pytest.fixture
 def init_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The arguments of `ray.init`, and under `dashboard` what starting Ray's dashboard gave meanwhile."""
+    """Return the arguments of `ray.init`, and as `dashboard` the result of starting Ray's dashboard meanwhile."""
     from ray._private import services
 
     arguments: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def test_a_cluster_is_connected_to_as_it_is(init_arguments, monkeypatch):
 
 @pytest.fixture
 def tokens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The token that Ray finds in its environment each time it starts."""
+    """Return the token in the environment at each start of Ray."""
     values: list[str] = []
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
     monkeypatch.setattr(ray, "init", lambda **options: values.append(os.environ.get(TOKEN, "")))
@@ -86,7 +86,7 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_an_own_ray_gets_one_new_token(tokens):
-    """Without a token, Ray writes one into the user's home. It reads the first one for good."""
+    """Without a token, Ray would write one to the user's home folder. It reads the token only once."""
     for _ in range(2):
         ray_cluster.start_ray(compute())
     assert tokens[0] == tokens[1]
@@ -122,7 +122,7 @@ def test_a_head_that_does_not_answer_in_time_is_named(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("address", "code", "fields"),
     [
-        ("", "cluster.ray_does_not_start", {"logs": ray_cluster.logs()}),
+        ("", "cluster.ray_does_not_start", {"logs": ray_cluster.ray_log_folder()}),
         ("head:1", "cluster.ray_does_not_connect", {"value": "head:1"}),
     ],
     ids=["own Ray", "cluster"],
@@ -138,8 +138,8 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_line(address, code, fields
         ray_cluster.start_ray(compute())
 
 
-def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
-    return {"Alive": alive, "NodeManagerAddress": f"10.0.0.{last}", "Resources": resources}
+def node(number: int, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"Alive": alive, "NodeManagerAddress": f"10.0.0.{number}", "Resources": resources}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_nodes_have_room_for_the_workers_that_each_can_hold(nodes, changes, want
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The present time, which passes only in `time.sleep`. After 70 s a second node of one core joins."""
+    """Return the current time, which only passes in `time.sleep`. After 70 s, a second node with one core joins."""
     now = [0.0]
     nodes = [node(1), node(2, CPU=1)]
 
@@ -219,7 +219,7 @@ STARTS = {
 
 @pytest.mark.fault("W5")
 def test_what_ray_starts_is_outside_the_group_and_outlives_the_script(tmp_path):
-    """Without a terminal and a session of its own, as under cron, CI, ssh or `docker exec`."""
+    """The script has no terminal and no separate session, as under cron, CI, ssh or `docker exec`."""
     (tmp_path / "serve.py").write_text(IN_BACKGROUND)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
     folders = [tmp_path / str(number) for number in range(len(STARTS))]

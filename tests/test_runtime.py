@@ -138,7 +138,7 @@ SLOW_ENTRY_POINTS = {
     "watch that Prefect's engine runs": "from flows.watch import watch\nwatch.fn()",
     "a flow that a person calls": "from flows.pipeline import full\nfull(unknown=1)",
     "the worker of flows": "from flows import worker\nworker.app = lambda: None\nworker.main()",
-    "a worker of train": "from m3diff.stages.train.on_ray import _worker\n_worker({})",
+    "a worker of train": "from m3diff.stages.train.on_ray import _run_worker\n_run_worker({})",
     "a replica": "from m3diff.serving.batcher import Replica\nReplica(None, 1, 0.0, 1)",
     "a registered model": "from m3diff.stages.register import pyfunc\npyfunc.PyfuncCaptioner().load_context(None)",
 }

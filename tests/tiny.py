@@ -21,7 +21,7 @@ from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGenerat
 from m3diff.models.onediff import OneDiffSettings
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 from m3diff.models.settings import Lora, Rates, VDMConfig, module_config
-from m3diff.models.tuning import prepare
+from m3diff.models.tuning import prepare_for_training
 
 MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
 DIFFERENCE = {"kind": "difference", "vision_feature_layers": [1, 2], "init_gain": 1.0}
@@ -132,7 +132,7 @@ def tiny_trained(base: Path, settings: M3DiffSettings, seed: int = 1) -> torch.n
     """Return a model with adapters on `base`. Its trainable parameters differ from their initial values."""
     family = FAMILIES[settings.family]
     torch.manual_seed(seed)
-    model = prepare(family.load_base(base, settings, torch.float32, "sdpa"), family, settings).eval()
+    model = prepare_for_training(family.load_base(base, settings, torch.float32, "sdpa"), family, settings).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -162,7 +162,7 @@ def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, 
 def saliency_map(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
     """Return the saliency maps of pairs without captions."""
     is_llava = hasattr(model, "model")
-    with model.recorded_maps() as maps:
+    with model.record_maps() as maps:
         model.model.visual_tokens(pixel_values) if is_llava else model(pixel_values=pixel_values)
     return model.mean_map(maps, len(pixel_values) // (2 if is_llava else 1))
 

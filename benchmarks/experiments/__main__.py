@@ -48,8 +48,8 @@ from m3diff.runtime import prepare
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
 from m3diff.scoring.bootstrap import statistics as sums_of
 from m3diff.scoring.metrics import METRICS
-from m3diff.settings.load import load_params, resolve
-from m3diff.settings.section import Section, explain, suggest_name
+from m3diff.settings.load import load_params, resolve_profile
+from m3diff.settings.section import Section, faults_of_validation_error, suggest_name
 from m3diff.settings.tree import Params
 
 FOLDER = Path(__file__).parent
@@ -167,7 +167,7 @@ def read_experiment(name: str, seeds: int | None = None) -> Experiment:
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise ParamsError("experiments.not_a_mapping", path=path, cause=cause_of(error)) from error
     except ValidationError as error:
-        faults = explain(error, values, Experiment)
+        faults = faults_of_validation_error(error, values, Experiment)
         raise ParamsError("experiments.invalid_file", path=path, faults=faults) from error
     if faults_of_fields := list(faults_of(cfg)):
         raise ParamsError("experiments.invalid_file", path=path, faults=faults_of_fields)
@@ -183,7 +183,7 @@ def faults_of(cfg: Experiment) -> Iterator[Fault]:
     for number, (name, entry) in enumerate(cfg.variants.items()):
         earlier_names = list(cfg.variants)[:number]
         synthetic = entry.get(SYNTHETIC, [])
-        datasets = resolve(SYNTHETIC_DATA)["augment"] if synthetic else ()
+        datasets = resolve_profile(SYNTHETIC_DATA)["augment"] if synthetic else ()
         if not isinstance(synthetic, list) or not set(synthetic) <= set(datasets):
             key = f"variants.{name}.{SYNTHETIC}"
             names = list(datasets)
@@ -216,7 +216,7 @@ def changes_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """
     changes = {key: value for key, value in entry.items() if key not in (SYNTHETIC, SAME_STEPS)}
     for name in entry.get(SYNTHETIC, ()):
-        profile = resolve(SYNTHETIC_DATA)
+        profile = resolve_profile(SYNTHETIC_DATA)
         profile["augment"][name]["source"]["splits"] = ["train"]
         changes[f"+augment.{name}"] = profile["augment"][name]
         changes[f"+ingest.datasets.{name}"] = profile["ingest"]["datasets"][name]

@@ -52,7 +52,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, test_se
         CannotScoreAgain: the checkout has a different test set, or the checkpoint or the data cannot be used.
         ConnectionError: a worker or MLflow failed. Try again.
     """
-    from m3diff.models.checkpoint import is_adapters  # imports torch, which takes seconds
+    from m3diff.models.checkpoint import has_only_adapters  # imports torch, which takes seconds
 
     paths = params.paths
     try:
@@ -72,7 +72,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, test_se
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
             checkpoint = download_checkpoint(version, Path(folder))
             max_new_tokens = int(version.tags.get(tracking.TOKEN_LIMIT_TAG, params.predict.max_new_tokens))
-            base = params.train.base if is_adapters(checkpoint) else None
+            base = params.train.base if has_only_adapters(checkpoint) else None
             evaluated = Path(folder) / "made"
             score(params, Source(version.name, checkpoint, max_new_tokens, base), evaluated)
             if tracking.find_run(client, version.run_id) is None:
@@ -126,7 +126,7 @@ def score(params: Params, source: Source, out: Path) -> EvaluateReport:
     Raises:
         CheckpointError: the checkpoint cannot be used.
     """
-    from m3diff.models.checkpoint import CheckpointError, place_on_base, verify_loaded
+    from m3diff.models.checkpoint import CheckpointError, place_on_base, verify_files_to_load
     from m3diff.report.origin import Origin
     from m3diff.stages.evaluate.stage import evaluate
     from m3diff.stages.predict.stage import predict
@@ -140,7 +140,7 @@ def score(params: Params, source: Source, out: Path) -> EvaluateReport:
         checkpoint.symlink_to(source.folder.resolve())
     else:
         copy_folder(source.folder, checkpoint)
-        place_on_base(checkpoint, verify_loaded(checkpoint), source.base)
+        place_on_base(checkpoint, verify_files_to_load(checkpoint), source.base)
     out.mkdir()
     cfg = params.predict.model_copy(update={"max_new_tokens": source.max_new_tokens})
     predictions = out / "predictions"

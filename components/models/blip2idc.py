@@ -25,12 +25,15 @@ PARTS = {
     "llm": ("language_model.",),
 }
 
-CROSSING = r"crossattention\.attention"
+CROSS_ATTENTION = r"crossattention\.attention"
 # The same targets as in the authors' code: the queries, keys and values of all parts, except the queries of the
 # Q-Former's self-attention. The vision encoder computes all three with one linear layer.
 LORA_TARGETS = {
     "vision": r"vision_model\.encoder\.layers\.\d+\.self_attn\.qkv",
-    "module": rf"qformer\.encoder\.layer\.\d+\.((attention\.attention|{CROSSING})\.(key|value)|{CROSSING}\.query)",
+    "module": (
+        rf"qformer\.encoder\.layer\.\d+\.((attention\.attention|{CROSS_ATTENTION})\.(key|value)|"
+        rf"{CROSS_ATTENTION}\.query)"
+    ),
     "llm": r"language_model\.model\.(decoder\.)?layers\.\d+\.self_attn\.(q|k|v)_proj",
 }
 
@@ -117,9 +120,9 @@ def faults(settings: Blip2IDCSettings, base: Mapping[str, Any] | None) -> list[F
 
 def augment(settings: Blip2IDCSettings, pair: "np.ndarray", rng: "np.random.Generator") -> "np.ndarray":
     """Return the augmented pair; see `Family.augment`."""
-    from m3diff.models.blip2idc_model import augmented
+    from m3diff.models.blip2idc_model import augment_pair
 
-    return pair if settings.augment is None else augmented(settings.augment, pair, rng)
+    return pair if settings.augment is None else augment_pair(settings.augment, pair, rng)
 
 
 # The prompt consists only of BLIP-2's start token, because the model does not read a question

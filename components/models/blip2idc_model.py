@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
 
-from m3diff.models.layers import can_trim_last_layer, recorded, with_visual_tokens
+from m3diff.models.layers import can_trim_last_layer, insert_visual_tokens, record_tensors
 from m3diff.models.processing import NormalisedImages, PairProcessor
 from m3diff.records.errors import DataError, ValueFault
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 BLIP2 = "Blip2ForConditionalGeneration"
-EXAMPLES = 5  # maximum number of weights that an error message lists
-PUBLISHED = "Salesforce/blip2-opt-2.7b"
-DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
+MAX_EXAMPLES = 5  # maximum number of weights that an error message lists
+PUBLISHED_BASE = "Salesforce/blip2-opt-2.7b"
+DROPOUT_FIELDS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")
 
 
 class Blip2IDCConfig(Blip2Config):
@@ -59,7 +59,7 @@ class Blip2IDCConfig(Blip2Config):
         self.qformer_config.hidden_dropout_prob = 0.0
         self.qformer_config.attention_probs_dropout_prob = 0.0
         for part in (self.text_config, self.vision_config):
-            for name in DROPOUTS:
+            for name in DROPOUT_FIELDS:
                 if hasattr(part, name):
                     setattr(part, name, 0.0)
 
@@ -73,7 +73,7 @@ class Blip2IDCConfig(Blip2Config):
         return cls.from_pretrained(folder, trust_remote_code=False)
 
     @classmethod
-    def published(cls, name: str, module: None) -> Blip2IDCConfig:
+    def for_published_base(cls, name: str, module: None) -> Blip2IDCConfig:
         """Return the published base's configuration for planning: transformers' defaults with OPT-2.7B's shapes."""
         text_config = {
             "model_type": "opt",
@@ -85,7 +85,7 @@ class Blip2IDCConfig(Blip2Config):
             "word_embed_proj_dim": 2560,
         }
         config = cls(text_config=text_config, image_token_index=50_265)  # type: ignore[call-arg]
-        config.name_or_path = PUBLISHED
+        config.name_or_path = PUBLISHED_BASE
         return config
 
     @property
@@ -94,7 +94,7 @@ class Blip2IDCConfig(Blip2Config):
         return self.num_query_tokens
 
 
-def augmented(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def augment_pair(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Randomly blur and JPEG-compress a pair of prepared images.
 
     Both operations are applied to the stacked picture, like the authors' blur. They affect both images in the same way,
@@ -111,24 +111,24 @@ def augmented(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.nd
     quality = int(rng.integers(lowest_quality, highest_quality, endpoint=True))
     picture = pair.reshape(-1, *pair.shape[2:])
     if is_blurred:
-        picture = blurred(picture, sigma)
+        picture = blur(picture, sigma)
     if is_compressed:
-        picture = compressed(picture, quality)
+        picture = compress_as_jpeg(picture, quality)
     return picture.reshape(pair.shape)
 
 
-def blurred(picture: np.ndarray, sigma: float) -> np.ndarray:
+def blur(picture: np.ndarray, sigma: float) -> np.ndarray:
     """Blur a picture, uint8 [rows, columns, 3], with a 3 x 3 Gaussian filter that mirrors the picture at the edges."""
     ratio = np.exp(-0.5 / sigma**2)  # weight of a neighbour, divided by the weight of the pixel itself
     pixel_weight = 1 / (1 + 2 * ratio)
     neighbour_weight = ratio / (1 + 2 * ratio)
-    padded = np.pad(picture.astype(np.float64), [(1, 1), (1, 1), (0, 0)], mode="reflect")
-    rows = pixel_weight * padded[1:-1] + neighbour_weight * (padded[:-2] + padded[2:])
+    padded_picture = np.pad(picture.astype(np.float64), [(1, 1), (1, 1), (0, 0)], mode="reflect")
+    rows = pixel_weight * padded_picture[1:-1] + neighbour_weight * (padded_picture[:-2] + padded_picture[2:])
     pixels = pixel_weight * rows[:, 1:-1] + neighbour_weight * (rows[:, :-2] + rows[:, 2:])
     return np.rint(pixels).astype(np.uint8)
 
 
-def compressed(picture: np.ndarray, quality: int) -> np.ndarray:
+def compress_as_jpeg(picture: np.ndarray, quality: int) -> np.ndarray:
     """Compress a picture, uint8 [rows, columns, 3], as a JPEG of the given quality and decode it again."""
     from PIL import Image
 
@@ -213,10 +213,10 @@ class Blip2IDCProcessor(PairProcessor):
         return {"pixel_values": self.image_processor.to_pixels(pictures)}
 
 
-def token_id(configured: int | list[int] | None, default: int) -> int:
+def token_id(configured_id: int | list[int] | None, default: int) -> int:
     """Return the configured token id, or the first if there are several, or the default if there is none."""
-    token = configured[0] if isinstance(configured, list) else configured
-    return default if token is None else token
+    first_id = configured_id[0] if isinstance(configured_id, list) else configured_id
+    return default if first_id is None else first_id
 
 
 class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
@@ -236,16 +236,17 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         config = config or Blip2IDCConfig.from_folder(str(folder), None)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
         kwargs.pop("trust_remote_code", None)  # this class never loads other code
-        loaded: Any = super().from_pretrained(str(folder), config=config, trust_remote_code=False, **kwargs)
-        model, info = loaded
-        missing = sorted(str(key) for key in (*info["missing_keys"], *info["mismatched_keys"]))
-        if missing:
+        model_and_info: Any = super().from_pretrained(str(folder), config=config, trust_remote_code=False, **kwargs)
+        model, loading_info = model_and_info
+        unusable_keys = [*loading_info["missing_keys"], *loading_info["mismatched_keys"]]
+        if unusable_keys:
+            names = sorted(str(key) for key in unusable_keys)
             raise DataError(
                 "models.weights_missing",
                 path=Path(folder),
-                value=len(missing),
+                value=len(names),
                 expected="BLIP-2",
-                names=missing[:EXAMPLES],
+                names=names[:MAX_EXAMPLES],
             )
         return model
 
@@ -288,8 +289,8 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         visual = self.visual_tokens(pixel_values)
         if input_ids is None:
             return visual
-        embeds = self.embeds(input_ids, visual, tokens)
-        inputs = {"inputs_embeds": embeds, "attention_mask": attention_mask}
+        embeddings = self.embed_inputs(input_ids, visual, tokens)
+        inputs = {"inputs_embeds": embeddings, "attention_mask": attention_mask}
         if isinstance(logits_to_keep, int):
             return self.language_model(**inputs, logits_to_keep=logits_to_keep, **kwargs)
         kept_positions = logits_to_keep.flatten().nonzero().flatten().to(pixel_values.device, non_blocking=True)
@@ -302,7 +303,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         output.logits = output.logits.flatten(0, 1)
         return output
 
-    def embeds(self, input_ids: Tensor, visual: Any, tokens: Tensor | None = None) -> Tensor:
+    def embed_inputs(self, input_ids: Tensor, visual: Any, tokens: Tensor | None = None) -> Tensor:
         """Return the LLM's inputs, [B, T, D]: the token embeddings, with visual tokens in place of image tokens.
 
         Args:
@@ -312,7 +313,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         """
         embeddings = self.get_input_embeddings()(input_ids)
         if tokens is not None:
-            return with_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
+            return insert_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
         is_image_token: Tensor = input_ids == self.config.image_token_index  # type: ignore[assignment]
         return embeddings.masked_scatter(is_image_token[..., None], visual.to(embeddings.dtype))
 
@@ -324,15 +325,15 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
 
         The pictures are encoded by calling `forward`, because ZeRO 3 gathers the query tokens only there.
         """
-        embeds = self.embeds(input_ids, self(pixel_values=pixel_values))
-        inputs = {"input_ids": input_ids, "inputs_embeds": embeds, "attention_mask": attention_mask}
+        embeddings = self.embed_inputs(input_ids, self(pixel_values=pixel_values))
+        inputs = {"input_ids": input_ids, "inputs_embeds": embeddings, "attention_mask": attention_mask}
         return self.language_model.generate(**inputs, **decoding)
 
-    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+    def record_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Record the queries' attention to each patch, as one map [B, N] per cross-attention layer of the Q-Former."""
         layers: Any = self.qformer.encoder.layer
         cross_attentions = [layer.crossattention.attention for layer in layers if layer.has_cross_attention]
-        return recorded(cross_attentions, patch_attention)
+        return record_tensors(cross_attentions, patch_attention)
 
     def mean_map(self, maps: list[Tensor], pairs: int) -> Tensor:
         """Return the queries' mean attention over the patches of one image, [B, rows, columns], with sum 1.
@@ -342,10 +343,11 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         half of the grid's rows. The map shows where the model reads, whether or not something changed there, because
         no part of BLIP-2 compares the images explicitly.
         """
-        vision: Any = self.config.vision_config
-        side = vision.image_size // vision.patch_size
-        patches = torch.stack(maps).mean(dim=0)[:, 1:].unflatten(1, (2, side // 2, side))
-        return patches.sum(dim=1) / patches.sum(dim=(1, 2, 3))[:, None, None]
+        vision_config: Any = self.config.vision_config
+        side = vision_config.image_size // vision_config.patch_size
+        attention = torch.stack(maps).mean(dim=0)[:, 1:]  # without the class token
+        attention = attention.unflatten(1, (2, side // 2, side))  # [B, images, rows, columns]
+        return attention.sum(dim=1) / attention.sum(dim=(1, 2, 3))[:, None, None]
 
 
 def patch_attention(attention: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **options: Any) -> Tensor:
@@ -359,4 +361,5 @@ def patch_attention(attention: Any, hidden_states: Tensor, encoder_hidden_states
     heads = attention.num_attention_heads
     queries = attention.query(hidden_states).unflatten(-1, (heads, -1)).transpose(1, 2)
     keys = attention.key(encoder_hidden_states).unflatten(-1, (heads, -1)).transpose(1, 2)
-    return ((queries @ keys.transpose(-1, -2)).float() * attention.scaling).softmax(dim=-1).mean(dim=(1, 2))
+    scores = (queries @ keys.transpose(-1, -2)).float() * attention.scaling  # [B, heads, Q, N]
+    return scores.softmax(dim=-1).mean(dim=(1, 2))

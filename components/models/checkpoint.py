@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from m3diff.models import FAMILIES
-from m3diff.models.decoding import drop_from_folder
+from m3diff.models.decoding import remove_from_folder
 from m3diff.models.family import Family
 from m3diff.models.foreign_code import (
     ADAPTER_CONFIG,
@@ -37,11 +37,11 @@ from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import (
     is_adapted,
     is_adapter,
-    merge,
+    merge_adapters,
     read_adapter_config,
+    suppress_renaming_warning,
     trainable_names,
-    unwrapped,
-    without_renaming_warning,
+    unwrap_model,
 )
 from m3diff.records.copies import copy_folder
 from m3diff.records.errors import CodedError
@@ -66,26 +66,26 @@ CONFIGURATION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-EXAMPLES = 3  # maximum number of weights that an error message lists
+MAX_EXAMPLES = 3  # maximum number of weights that an error message lists
 # Remedy in a warning. The remedies of errors are in messages.toml.
-REMEDY = "restore it (`dvc checkout`, `git lfs pull`), or fetch it again from where it came"
+REMEDY = "check it out again (`dvc checkout`, `git lfs pull`) or copy it again from its source"
 
 logger = logging.getLogger(__name__)
 
 
-def write_manifest(folder: Path, **facts: Any) -> None:
+def write_manifest(folder: Path, **fields: Any) -> None:
     """Write `manifest.json` with the hash of every other file in the folder.
 
     Call this last, because the manifest marks the folder as complete.
 
     Args:
         folder: the folder to describe.
-        facts: additional fields of the manifest.
+        fields: additional fields of the manifest.
     """
-    files = {path.relative_to(folder).as_posix(): _sha256(path) for path in _files(folder)}
+    files = {path.relative_to(folder).as_posix(): _sha256(path) for path in _list_files(folder)}
     files.pop(MANIFEST, None)
     temporary = folder / f".{MANIFEST}"
-    temporary.write_text(json.dumps({**facts, "files": files}, indent=2) + "\n")
+    temporary.write_text(json.dumps({**fields, "files": files}, indent=2) + "\n")
     # safetensors creates files with mode 0600 and ignores the umask, so other users could not read the weights
     mode = temporary.stat().st_mode
     for name in files:
@@ -107,7 +107,7 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify_loaded(folder: Path) -> dict[str, Any]:
+def verify_files_to_load(folder: Path) -> dict[str, Any]:
     """Check the files that a model is loaded from against the manifest and return the manifest.
 
     The weights must match the manifest. Configuration and tokenizer files may have been edited or added after training.
@@ -119,30 +119,32 @@ def verify_loaded(folder: Path) -> dict[str, Any]:
             is not valid JSON.
     """
     manifest = read_manifest(folder)
-    changed: list[str] = []
+    edited_files: list[str] = []
     for name, digest in manifest["files"].items():
         if not name.endswith((WEIGHTS_SUFFIX, *TEXT_SUFFIXES)) or name.startswith(f"{ADAPTERS}/"):
             continue
         path = folder / name
         if name.endswith((WEIGHTS_SUFFIX, INDEX)):
             _check_file(path, digest)
-        elif not _is_as_written(path, digest):
+        elif not _is_unedited(path, digest):
             _check_file(path)
-            changed.append(name)
+            edited_files.append(name)
     _refuse_added_weights(folder, manifest)
-    changed += [name for name in CONFIGURATION_FILES if name not in manifest["files"] and (folder / name).is_file()]
-    if changed:
+    for name in CONFIGURATION_FILES:
+        if name not in manifest["files"] and (folder / name).is_file():
+            edited_files.append(name)
+    if edited_files:
         logger.warning(
-            "%s: edited after training: %s; used as it is, so captions may not be those that were scored. To have the "
-            "trained model back: %s",
+            "%s: these files were edited after training: %s. They are used as they are, so captions may differ from "
+            "those that were scored. To restore the trained model, %s",
             folder,
-            ", ".join(sorted(changed)),
+            ", ".join(sorted(edited_files)),
             REMEDY,
         )
     return manifest
 
 
-def _is_as_written(path: Path, digest: str) -> bool:
+def _is_unedited(path: Path, digest: str) -> bool:
     """Return whether a file has this digest, ignoring line endings, which git may have converted (core.autocrlf)."""
     if not path.is_file():
         return False
@@ -198,10 +200,10 @@ def check_base(folder: Path) -> None:
     """
     refuse_foreign_code(folder)
     refuse_quantized(folder / "config.json")
-    for path in _files(folder):
+    for path in _list_files(folder):
         if not is_hidden(path, folder):
             _check_file(path)
-            _shapes(path)
+            _read_shapes(path)
 
 
 def refuse_quantized(config: Path) -> None:
@@ -216,8 +218,8 @@ def refuse_quantized(config: Path) -> None:
 
 
 @contextmanager
-def loading(folder: Path) -> Iterator[None]:
-    """Convert any error raised while loading a model into a CheckpointError, except out-of-memory errors."""
+def convert_loading_errors(folder: Path) -> Iterator[None]:
+    """Convert any error in the block, which loads a model, to a CheckpointError, except out-of-memory errors."""
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):
@@ -254,7 +256,7 @@ def folder_sha256(folder: Path, hidden: bool = True) -> str:
         hidden: whether to include hidden files.
     """
     digest = hashlib.sha256()
-    for path in _files(folder):
+    for path in _list_files(folder):
         if hidden or not is_hidden(path, folder):
             digest.update(f"{path.relative_to(folder).as_posix()}\0{_sha256(path)}\n".encode())
     return digest.hexdigest()
@@ -265,7 +267,7 @@ def is_hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
@@ -287,22 +289,22 @@ def save_checkpoint(
         CheckpointError: a weight is missing from the saved files. The folder then has no manifest.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {"family": family, "base_sha256": base_sha256}
+    origin = {"family": family, "base_sha256": base_sha256}
     model_family = FAMILIES[family]
     if _fits_on_base(model, model_family):
         adapters = folder / ADAPTERS
         adapters.mkdir(exist_ok=True)
         tuned_parts = _save_adapters(model, model_family, adapters, base)
         processor.save_pretrained(adapters)
-        write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=tuned_parts, **facts)
-    merged = merge(model)
+        write_manifest(adapters, base=os.path.relpath(base, adapters), tuned=tuned_parts, **origin)
+    merged_model = merge_adapters(model)
     # a base may have several end tokens, but captions end with the token that ended the references in training
-    merged.generation_config.eos_token_id = processor.end_id
-    merged.generation_config.pad_token_id = processor.pad_id
-    merged.save_pretrained(folder)
-    _require_all_weights(merged, folder)
+    merged_model.generation_config.eos_token_id = processor.end_id
+    merged_model.generation_config.pad_token_id = processor.pad_id
+    merged_model.save_pretrained(folder)
+    _require_all_weights(merged_model, folder)
     processor.save_pretrained(folder)
-    write_manifest(folder, base=os.path.relpath(base, folder), **facts)
+    write_manifest(folder, base=os.path.relpath(base, folder), **origin)
 
 
 def _fits_on_base(model: Any, family: Family) -> bool:
@@ -321,10 +323,10 @@ def _require_all_weights(model: Any, folder: Path) -> None:
     """
     # tied weights share one tensor, which is counted once
     sizes = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
-    expected = sum(sizes.values())
-    written = sum(math.prod(shape) for shape in _shapes(folder).values())
-    if written != expected:
-        raise CheckpointError("models.weight_not_written", path=folder, value=written, expected=expected)
+    model_elements = sum(sizes.values())
+    saved_elements = sum(math.prod(shape) for shape in _read_shapes(folder).values())
+    if saved_elements != model_elements:
+        raise CheckpointError("models.weight_not_written", path=folder, value=saved_elements, expected=model_elements)
 
 
 def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list[str]:
@@ -344,33 +346,33 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list
         # peft records the Python module of the model's class, which is not needed to load the weights
         fields = json.loads(config.read_text()) | {"auto_mapping": None}
         config.write_text(json.dumps(fields, indent=2, sort_keys=True))
-    names = trainable_names(model)
-    tuned = {
-        name: weight.detach().contiguous()
-        for name, weight in unwrapped(model).named_parameters()
-        if not is_adapter(name) and (name in names or family.part_of(name) in family.new)
-    }
-    save_file(tuned, folder / TUNED, {"format": "pt"})
-    unwrapped(model).config.save_pretrained(folder)
-    expected_names = {_name_on_disk(name) for name in names}
-    missing = sorted(expected_names - _shapes(folder).keys() - _shapes(folder / LORA).keys())
-    if missing:
+    trained_names = trainable_names(model)
+    tuned_weights = {}
+    for name, weight in unwrap_model(model).named_parameters():
+        is_tuned = name in trained_names or family.part_of(name) in family.new_parts
+        if is_tuned and not is_adapter(name):
+            tuned_weights[name] = weight.detach().contiguous()
+    save_file(tuned_weights, folder / TUNED, {"format": "pt"})
+    unwrap_model(model).config.save_pretrained(folder)
+    expected_names = {_saved_name(name) for name in trained_names}
+    missing_names = sorted(expected_names - _read_shapes(folder).keys() - _read_shapes(folder / LORA).keys())
+    if missing_names:
         raise CheckpointError(
             "models.trained_weights_not_written",
             path=folder,
-            value=len(missing),
-            expected=len(names),
-            names=missing[:EXAMPLES],
+            value=len(missing_names),
+            expected=len(trained_names),
+            names=missing_names[:MAX_EXAMPLES],
         )
-    return sorted({family.part_of(name) for name in tuned})
+    return sorted({family.part_of(name) for name in tuned_weights})
 
 
-def _name_on_disk(name: str) -> str:
+def _saved_name(name: str) -> str:
     """Return the name of a trained parameter in the saved files. peft renames the parameters of adapters."""
     return f"base_model.model.{name.replace('.default.', '.')}" if is_adapter(name) else name
 
 
-def _shapes(path: Path) -> dict[str, list[int]]:
+def _read_shapes(path: Path) -> dict[str, list[int]]:
     """Return the shapes of the tensors in a safetensors file, or in all safetensors files of a folder.
 
     Raises:
@@ -390,7 +392,7 @@ def _shapes(path: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def is_adapters(folder: Path) -> bool:
+def has_only_adapters(folder: Path) -> bool:
     """Return whether a folder contains adapters instead of a whole model."""
     return (folder / TUNED).is_file()
 
@@ -408,18 +410,18 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
         CheckpointError: the folder is incomplete or damaged, the family is unknown, or the base is missing or is not
             the base that the adapters were trained on.
     """
-    manifest = verify_loaded(folder)
+    manifest = verify_files_to_load(folder)
     refuse_foreign_code(folder)
     refuse_quantized(folder / "config.json")
-    name: Any = manifest.get("family")
-    if name not in list(FAMILIES):
+    family_name: Any = manifest.get("family")
+    if family_name not in list(FAMILIES):
         raise CheckpointError(
-            "models.unknown_family", path=folder / MANIFEST, field="family", value=name, names=list(FAMILIES)
+            "models.unknown_family", path=folder / MANIFEST, field="family", value=family_name, names=list(FAMILIES)
         )
-    family = FAMILIES[name]
-    _check_model_type(folder / "config.json", name, family)
-    with loading(folder):
-        if is_adapters(folder):
+    family = FAMILIES[family_name]
+    _check_model_type(folder / "config.json", family_name, family)
+    with convert_loading_errors(folder):
+        if has_only_adapters(folder):
             return _load_adapters(folder, manifest, family, dtype, base), family
         return family.load(folder, dtype), family
 
@@ -428,16 +430,21 @@ def _load_adapters(
     folder: Path, manifest: Mapping[str, Any], family: Family, dtype: torch.dtype, base: Path | None
 ) -> Any:
     """Load the base, replace its weights with the folder's tuned weights, merge the adapters, and return the model."""
-    model = family.load(_base(folder, manifest, base), dtype, folder)
-    tuned = load_file(folder / TUNED)
-    names = [name for name, _ in model.named_parameters() if not name.startswith(family.frozen)]
-    expected_names = {name for name in names if family.part_of(name) in manifest["tuned"]}
-    unmatched = sorted(tuned.keys() ^ expected_names)
-    if unmatched:
+    model = family.load(_find_base(folder, manifest, base), dtype, folder)
+    tuned_weights = load_file(folder / TUNED)
+    expected_names = set()
+    for name, _ in model.named_parameters():
+        if not name.startswith(family.unused_parameters) and family.part_of(name) in manifest["tuned"]:
+            expected_names.add(name)
+    unmatched_names = sorted(tuned_weights.keys() ^ expected_names)
+    if unmatched_names:
         raise CheckpointError(
-            "models.other_tuned_weights", path=folder / TUNED, value=len(unmatched), names=unmatched[:EXAMPLES]
+            "models.other_tuned_weights",
+            path=folder / TUNED,
+            value=len(unmatched_names),
+            names=unmatched_names[:MAX_EXAMPLES],
         )
-    model.load_state_dict(tuned, strict=False)
+    model.load_state_dict(tuned_weights, strict=False)
     lora = folder / LORA
     if not lora.is_dir():
         return model
@@ -447,9 +454,9 @@ def _load_adapters(
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         _check_file(lora / name)
     config = read_adapter_config(lora / ADAPTER_CONFIG)
-    with without_renaming_warning():
-        adapted = PeftModel.from_pretrained(model, str(lora), config=config, autocast_adapter_dtype=False)
-    return merge(adapted)
+    with suppress_renaming_warning():
+        adapted_model = PeftModel.from_pretrained(model, str(lora), config=config, autocast_adapter_dtype=False)
+    return merge_adapters(adapted_model)
 
 
 def _check_model_type(path: Path, name: str, family: Family) -> None:
@@ -469,14 +476,14 @@ def _check_model_type(path: Path, name: str, family: Family) -> None:
         )
 
 
-def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
+def _find_base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
     """Find the adapters' base model, check that the adapters were trained on it, and return its folder."""
     base = base or (folder / manifest["base"]).resolve()
     if not (base / "config.json").is_file():
         raise CheckpointError("models.no_base", path=folder, base=base)
     refuse_foreign_code(base)
     refuse_quantized(base / "config.json")
-    _shapes(base)
+    _read_shapes(base)
     expected_digest = manifest["base_sha256"]
     digest = folder_sha256(base)
     # other programs may have added hidden files to the folder in the meantime
@@ -489,8 +496,8 @@ def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
 
 def place_on_base(folder: Path, manifest: Mapping[str, Any], base: Path) -> None:
     """Rewrite the manifest of a copied folder with the folder's files and the new relative path to the base."""
-    facts = {name: value for name, value in manifest.items() if name not in ("files", "base")}
-    write_manifest(folder, **facts, base=os.path.relpath(base, folder))
+    fields = {name: value for name, value in manifest.items() if name not in ("files", "base")}
+    write_manifest(folder, **fields, base=os.path.relpath(base, folder))
 
 
 def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
@@ -507,7 +514,7 @@ def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     """
     verify_manifest(checkpoint)
     source = checkpoint / ADAPTERS if adapters else checkpoint
-    if adapters and not is_adapters(source):
+    if adapters and not has_only_adapters(source):
         raise CheckpointError("models.no_adapters", path=checkpoint)
     manifest = verify_manifest(source)
     if out.exists():
@@ -518,5 +525,5 @@ def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     if adapters and base.is_dir():
         refuse_foreign_code(base.resolve())
     copy_folder(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
-    drop_from_folder(out)  # checkpoints written by older versions still contain the base's decoding settings
+    remove_from_folder(out)  # checkpoints written by older versions still contain the base's decoding settings
     place_on_base(out, manifest, base)

@@ -12,55 +12,55 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-FILE = "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 
 # Fields that are kept: token ids, and records of the file's origin
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 RECORD_FIELDS = ("transformers_version", "_from_model_config")
 
-# `Captioner` sets the length itself, so these fields never affected a caption and are dropped without a warning
+# `Captioner` sets the length itself, so these fields never affected a caption and are removed without a warning
 LENGTH_FIELDS = ("max_new_tokens", "max_length")
 
 
 def decode_greedily(model: Any, source: Path) -> Any:
-    """Remove the decoding settings of a model and its submodules, log what was removed, and return the model.
+    """Remove the decoding settings of a model and its submodules, log the removed settings, and return the model.
 
     Args:
         model: the loaded model.
         source: folder that the model was loaded from.
     """
-    dropped: dict[str, Any] = {}
+    removed_settings: dict[str, Any] = {}
     for module in model.modules():
         settings = getattr(module, "generation_config", None)
         if settings is not None:
-            dropped |= decoding_settings(settings.to_dict())
-            module.generation_config = greedy(settings)
-    report_dropped(dropped, source / FILE)
+            removed_settings |= decoding_settings(settings.to_dict())
+            module.generation_config = without_decoding_settings(settings)
+    log_removed_settings(removed_settings, source / GENERATION_CONFIG_FILE)
     return model
 
 
-def drop_from_folder(folder: Path) -> None:
+def remove_from_folder(folder: Path) -> None:
     """Remove the decoding settings from a folder's generation_config.json. If there are none, leave it unchanged."""
     from transformers import GenerationConfig
 
-    file = folder / FILE
+    file = folder / GENERATION_CONFIG_FILE
     if not file.is_file():
         return
     settings = GenerationConfig.from_dict(json.loads(file.read_text(encoding="utf-8")))
-    dropped = decoding_settings(settings.to_dict())
-    if dropped:
-        greedy(settings).save_pretrained(folder)
-        report_dropped(dropped, file)
+    removed_settings = decoding_settings(settings.to_dict())
+    if removed_settings:
+        without_decoding_settings(settings).save_pretrained(folder)
+        log_removed_settings(removed_settings, file)
 
 
-def greedy(settings: Any) -> Any:
+def without_decoding_settings(settings: Any) -> Any:
     """Return a GenerationConfig without decoding settings, or the same object if there are none to remove."""
     values = settings.to_dict()
-    dropped = decoding_settings(values)
-    if not dropped:
+    removed_settings = decoding_settings(values)
+    if not removed_settings:
         return settings
-    remaining = {name: value for name, value in values.items() if name not in dropped}
-    return type(settings)(**remaining)
+    remaining_settings = {name: value for name, value in values.items() if name not in removed_settings}
+    return type(settings)(**remaining_settings)
 
 
 def decoding_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def changes_decoding(name: str, value: Any, defaults: dict[str, Any]) -> bool:
     return value not in (False, [], {}, "")
 
 
-def report_dropped(dropped: dict[str, Any], file: Path) -> None:
-    """Log the dropped settings and their values in one line."""
-    settings = [f"{name} {value}" for name, value in dropped.items() if name not in LENGTH_FIELDS]
-    if settings:
-        logger.warning("%s: not used, since captions are decoded greedily: %s", file, ", ".join(settings))
+def log_removed_settings(removed_settings: dict[str, Any], file: Path) -> None:
+    """Log the removed settings and their values in one line."""
+    texts = [f"{name} {value}" for name, value in removed_settings.items() if name not in LENGTH_FIELDS]
+    if texts:
+        logger.warning("%s: these settings are ignored, because decoding is always greedy: %s", file, ", ".join(texts))

@@ -60,7 +60,7 @@ class Device:
             raise DeviceError("models.no_gpu", key="compute.gpu", version=str(torch.__version__))
         return torch.device("cuda", torch.cuda.current_device())
 
-    def pinned(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         """Return a copy in pinned memory, which a GPU can read asynchronously. On a CPU, return the tensor itself.
 
         The copy takes CPU time, so call this method in the threads that load data.

@@ -44,7 +44,7 @@ class Contribution:
         names: (settings) -> names of the metrics, empty if there is no module. A metric whose name begins with
             MODULE_UPDATE_RATIO is the RMS of what the module adds to the features, divided by the RMS of these
             features. Training warns if all of these ratios stay near zero.
-        recorded: (model) -> context manager that returns a list. Each forward pass within the block appends a tensor of
+        record: (model) -> context manager that returns a list. Each forward pass within the block appends a tensor of
             sums to the list. The tensors are detached, on the model's device, all of the same shape, and computed
             without synchronising with the device. They are added up over the forward passes of a step and over the
             workers.
@@ -53,7 +53,7 @@ class Contribution:
     """
 
     names: Callable[[Any], tuple[str, ...]]
-    recorded: Callable[[Any], AbstractContextManager[list[Tensor]]]
+    record: Callable[[Any], AbstractContextManager[list[Tensor]]]
     figures: Callable[[Tensor], list[float]]
     remedy: str
 
@@ -71,12 +71,12 @@ class Family:
             entry are trained in full.
         classes: () -> the model class (a transformers PreTrainedModel, see `llava.py`) and the processor class.
         faults: (settings, the base's config.json or None) -> reasons why the settings do not fit the base.
-        frozen: prefixes of parameters that are never trained because the model does not use them.
+        unused_parameters: prefixes of parameters that are never trained because the model does not use them.
         contribution: how to measure the contribution of the module in training, or None if it is not measured.
-        new: parts that the base does not have. The `adapters/` folder of a checkpoint contains their weights even if
-            they are frozen, because they cannot be loaded from the base.
-        whole_without_adapters: parts of `lora_targets` in which rank 0 trains all weights instead of only the matching
-            linear layers.
+        new_parts: parts that the base does not have. The `adapters/` folder of a checkpoint contains their weights even
+            if they are frozen, because they cannot be loaded from the base.
+        whole_parts_without_adapters: parts of `lora_targets` in which rank 0 trains all weights instead of only the
+            matching linear layers.
         augment: (settings, a pair of prepared images [2, rows, columns, 3], random generator) -> the augmented pair, a
             new array of the same shape. The generator depends only on the seed, epoch and sequence, so a resumed run
             sees the same images on any number of workers. Validation and prediction do not use this function. None if
@@ -94,10 +94,10 @@ class Family:
     lora_targets: Mapping[str, str]
     classes: Callable[[], tuple[Any, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[Fault]]
-    frozen: tuple[str, ...] = ()
+    unused_parameters: tuple[str, ...] = ()
     contribution: Contribution | None = None
-    new: tuple[str, ...] = ()
-    whole_without_adapters: tuple[str, ...] = ()
+    new_parts: tuple[str, ...] = ()
+    whole_parts_without_adapters: tuple[str, ...] = ()
     augment: Callable[[Any, np.ndarray, np.random.Generator], np.ndarray] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
     prompt_tokens: float | None = None
@@ -149,6 +149,7 @@ class Family:
             refuse_foreign_code(configuration)
         model_class, _ = self.classes()
         config = model_class.config_class.from_folder(str(configuration or folder), None)
+        # a module other than None tells the model that the folder is a base, which may lack the module's weights
         module: dict[str, Any] | None = None if configuration is None else {}
         model = model_class.from_pretrained(folder, config=config, module=module, dtype=dtype, trust_remote_code=False)
         return decode_greedily(model, folder)
@@ -162,7 +163,9 @@ class Family:
         """
         refuse_foreign_code(folder)
         model_class, processor_class = self.classes()
-        return processor_class.of_folder(str(folder), config or model_class.config_class.from_folder(str(folder), None))
+        if not config:
+            config = model_class.config_class.from_folder(str(folder), None)
+        return processor_class.of_folder(str(folder), config)
 
     def planned_config(self, base: Path, settings: Settings) -> Any:
         """Return the configuration of the model that a run would train.
@@ -175,13 +178,13 @@ class Family:
         if (base / "config.json").is_file():
             refuse_foreign_code(base)
             return config_class.from_folder(str(base), module_fields(settings))
-        return config_class.published(base.name, module_fields(settings))
+        return config_class.for_published_base(base.name, module_fields(settings))
 
-    def flops(self, model: Any, tokens: float, supervised: float) -> list[Term]:
+    def flops(self, model: Any, tokens: float, supervised_tokens: float) -> list[Term]:
         """Return the FLOPs of each part for one training sequence; see `count_flops`."""
         from m3diff.models.flops import count_flops
 
-        return count_flops(model, self, tokens, supervised)
+        return count_flops(model, self, tokens, supervised_tokens)
 
     def fuse(self, model: Any, activation_checkpointing: str) -> None:
         """Switch a model to fused kernels, in place; see `make_fused`."""

@@ -8,7 +8,7 @@ the gradient of its weight if this weight is trained.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,26 +45,43 @@ class Term:
         return self.forward + self.backward
 
 
-class Counter(TorchFunctionMode):
+class CountedLayer(NamedTuple):
+    """A linear layer or a convolution whose products are counted.
+
+    Attributes:
+        term: name of the term that the FLOPs of the layer are added to.
+        part: part of the model that the layer belongs to.
+        is_recomputed: whether `full` activation checkpointing repeats the layer's forward pass.
+    """
+
+    term: str
+    part: str
+    is_recomputed: bool
+
+
+class FlopsCounter(TorchFunctionMode):
     """Adds the FLOPs of each product in a model to the term of its part.
 
     Attention is assigned to the part of the linear layer that ran last.
 
     Attributes:
         terms: term name -> FLOPs.
+        last_part: part of the linear layer that ran last.
+        is_recomputed: whether the forward pass of this layer is repeated.
     """
 
     def __init__(self, model: Any, family: Any) -> None:
         super().__init__()
-        names = []
+        names: list[str] = []
         for part in family.parts:
             names += [part, f"{part} attention"]
-        self.terms = {name: Term(name) for name in (*names, ADAPTERS, "head")}
-        self.part = ""
+        names += [ADAPTERS, "head"]
+        self.terms = {name: Term(name) for name in names}
+        self.last_part = ""
         self.is_recomputed = False
-        self.linears: dict[nn.Module, tuple[str, str, bool]] = {}
+        self.layers: dict[nn.Module, CountedLayer] = {}
         modules = dict(model.named_modules())
-        checkpointed = tuple(
+        checkpointed_prefixes = tuple(
             f"{name}." for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer)
         )
         for name, module in modules.items():
@@ -73,16 +90,18 @@ class Counter(TorchFunctionMode):
                 term = "head" if module is model.get_output_embeddings() else part
                 if ".lora_" in name:
                     term = ADAPTERS
-                self.linears[module] = (term, part, name.startswith(checkpointed))
+                self.layers[module] = CountedLayer(term, part, name.startswith(checkpointed_prefixes))
 
     def count_product(self, module: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
         """Count the product of a linear layer, and remember the layer's part. Used as a global forward hook."""
-        if module not in self.linears:
+        layer = self.layers.get(module)
+        if layer is None:
             return
-        term, self.part, self.is_recomputed = self.linears[module]
+        self.last_part = layer.part
+        self.is_recomputed = layer.is_recomputed
         rows = output.numel() / len(module.weight)
         gradients = inputs[0].requires_grad + module.weight.requires_grad
-        self.add(term, 2 * module.weight.numel() * rows, gradients)
+        self.add(layer.term, 2 * module.weight.numel() * rows, gradients)
 
     def add(self, name: str, flops: float, gradients: int) -> None:
         """Add the FLOPs of a product to a term.
@@ -103,18 +122,20 @@ class Counter(TorchFunctionMode):
             query, key = args[:2]
             flops = 4 * query.numel() * key.shape[-2]
             is_causal = kwargs.get("attn_mask") is not None  # only the LLM uses an attention mask
-            self.add(f"{self.part} attention", flops / 2 if is_causal else flops, 2 * key.requires_grad)
+            if is_causal:
+                flops /= 2
+            self.add(f"{self.last_part} attention", flops, gradients=2 * key.requires_grad)
         return func(*args, **kwargs)
 
 
-def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> list[Term]:
+def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float) -> list[Term]:
     """Count the FLOPs of one sequence with one image pair, and return the terms that are not zero.
 
     Args:
         model: model from `meta_model`.
         family: the model's `Family`.
         tokens: length of the sequence in tokens, including visual tokens.
-        supervised: number of tokens for which the head computes logits.
+        supervised_tokens: number of tokens for which the head computes logits.
     """
     length = round(tokens)
     config = model.config
@@ -123,7 +144,7 @@ def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> li
     meta_ids = ids.to("meta")
     # transformers does not change a mask that has four dimensions
     mask = torch.ones((), dtype=torch.bool, device="meta").expand(1, 1, length, length)
-    with Counter(model.train(), family) as counter, register_module_forward_hook(counter.count_product):
+    with FlopsCounter(model.train(), family) as counter, register_module_forward_hook(counter.count_product):
         model(
             input_ids=meta_ids,
             position_ids=meta_ids,
@@ -131,6 +152,6 @@ def count_flops(model: Any, family: Any, tokens: float, supervised: float) -> li
             tokens=ids,
             use_cache=False,
             **model.blank_images(config, "meta"),
-            logits_to_keep=math.ceil(supervised),
+            logits_to_keep=math.ceil(supervised_tokens),
         )
     return [term for term in counter.terms.values() if term.forward]

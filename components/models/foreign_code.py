@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ CONFIGURATIONS = re.compile(r"config\.json|.+_config\.json|special_tokens_map\.j
 TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 PICKLED_WEIGHTS = re.compile(r"(pytorch_model|diffusion_pytorch_model|adapter_model|model)\b.*\.(bin|pt|pth|ckpt|pkl)")
 # Link targets that are named after the hash of their content: objects in DVC's cache and blobs in Hugging Face's cache
-NAMED_BY_CONTENT = re.compile(r".*/([0-9a-f]{2}/[0-9a-f]{30}|blobs/[0-9a-f]{40,64})")
+CONTENT_ADDRESSED_PATH = re.compile(r".*/([0-9a-f]{2}/[0-9a-f]{30}|blobs/[0-9a-f]{40,64})")
 
 # Classes that `m3diff export --hub` writes to config.json for users of transformers. This project ignores them and
 # loads its own classes.
@@ -80,7 +81,7 @@ class FieldRule:
     code: str
 
 
-def refused_field(code: str, path: Path, field: str, value: Any) -> ForeignCodeError:
+def field_error(code: str, path: Path, field: str, value: Any) -> ForeignCodeError:
     """Return the error for a rejected field of a JSON file."""
     return ForeignCodeError(code, path=path, field=field, value=value, excerpt=json.dumps(value)[:EXCERPT_CHARS])
 
@@ -131,10 +132,10 @@ def _check_configuration(path: Path, folder: Path) -> None:
         # tokenizer with several parts would read the field without `trust_remote_code=False`, and transformers would
         # prompt the user.
         if name == "auto_map" and value and not (path.parent == folder and _is_own_code(value)):
-            raise refused_field(NAMES_CODE, path, field, value)
+            raise field_error(NAMES_CODE, path, field, value)
         for rule in rules:
             if name in rule.names and rule.refuses(value):
-                raise refused_field(rule.code, path, field, value)
+                raise field_error(rule.code, path, field, value)
     if path.name == "model_index.json":
         _check_pipeline(path, content)
 
@@ -159,7 +160,8 @@ def fields_of(content: Any) -> Iterator[tuple[str, str, Any]]:
                 yield f"{prefix}{name}", name, inner_value
                 stack.append((f"{prefix}{name}.", inner_value))
         elif isinstance(value, list):
-            stack += [(f"{prefix}{number}.", inner_value) for number, inner_value in enumerate(value)]
+            for number, inner_value in enumerate(value):
+                stack.append((f"{prefix}{number}.", inner_value))
 
 
 def _is_own_code(auto_map: Any) -> bool:
@@ -169,7 +171,7 @@ def _is_own_code(auto_map: Any) -> bool:
     return all(isinstance(code, str) and OWN_CODE.fullmatch(code) for code in auto_map.values())
 
 
-def _names_a_kernel(implementation: Any) -> bool:
+def _refers_to_kernel(implementation: Any) -> bool:
     """Return whether a field's value refers to a kernel on a hub (`OWNER/NAME`), which is compiled code.
 
     Args:
@@ -179,28 +181,55 @@ def _names_a_kernel(implementation: Any) -> bool:
     return any(isinstance(value, str) and "/" in value for value in values)
 
 
+def _differs_from(pattern: re.Pattern[str], value: Any) -> bool:
+    """Return whether a field has a value that is not a text of this pattern."""
+    if value is None:
+        return False
+    return not (isinstance(value, str) and pattern.fullmatch(value))
+
+
 FIELD_RULES = (
-    FieldRule(("custom_pipeline", "custom_pipelines", "custom_generate"), bool, NAMES_CODE),
     FieldRule(
-        ("tokenizer_class",),
-        lambda name: name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)),
-        "models.field_names_no_tokenizer",
+        names=("custom_pipeline", "custom_pipelines", "custom_generate"),
+        refuses=bool,
+        code=NAMES_CODE,
     ),
     FieldRule(
-        ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
-        _names_a_kernel,
-        "models.field_names_compiled_code",
+        names=("tokenizer_class",),
+        refuses=partial(_differs_from, TOKENIZER_CLASS),
+        code="models.field_names_no_tokenizer",
     ),
-    FieldRule(("transformers_weights", "configuration_files", "fast_tokenizer_files"), bool, NAMES_FILES),
+    FieldRule(
+        names=("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
+        refuses=_refers_to_kernel,
+        code="models.field_names_compiled_code",
+    ),
+    FieldRule(
+        names=("transformers_weights", "configuration_files", "fast_tokenizer_files"),
+        refuses=bool,
+        code=NAMES_FILES,
+    ),
 )
 ADAPTER_RULES = (
-    FieldRule(("peft_type",), lambda kind: kind != "LORA", "models.other_kind_of_adapter"),
-    FieldRule(("megatron_config",), bool, "models.field_imports_megatron"),
-    FieldRule(("megatron_core",), lambda module: module not in (None, "megatron.core"), NAMES_CODE),
     FieldRule(
-        ("parent_library",),
-        lambda module: module is not None and not (isinstance(module, str) and OWN_MODULE.fullmatch(module)),
-        NAMES_CODE,
+        names=("peft_type",),
+        refuses=lambda kind: kind != "LORA",
+        code="models.other_kind_of_adapter",
+    ),
+    FieldRule(
+        names=("megatron_config",),
+        refuses=bool,
+        code="models.field_imports_megatron",
+    ),
+    FieldRule(
+        names=("megatron_core",),
+        refuses=lambda module: module not in (None, "megatron.core"),
+        code=NAMES_CODE,
+    ),
+    FieldRule(
+        names=("parent_library",),
+        refuses=partial(_differs_from, OWN_MODULE),
+        code=NAMES_CODE,
     ),
 )
 
@@ -210,18 +239,23 @@ def _check_pipeline(path: Path, content: Any) -> None:
 
     diffusers would import the library.
     """
-    for name, component in content.items() if isinstance(content, dict) else ():
+    if not isinstance(content, dict):
+        return
+    for name, component in content.items():
         if isinstance(component, list) and component and component[0] not in PIPELINE_LIBRARIES:
-            raise refused_field(NAMES_CODE, path, name, component)
+            raise field_error(NAMES_CODE, path, name, component)
 
 
 def _check_index(path: Path) -> None:
     """Raise ForeignCodeError if a weight index refers to a file in another folder or a file that is not safetensors."""
     content = read_json(path)
     shards = content.get("weight_map") if isinstance(content, dict) else None
-    for weight, shard in shards.items() if isinstance(shards, dict) else ():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(SAFETENSORS):
-            raise refused_field(NAMES_FILES, path, f"weight_map.{weight}", shard)
+    if not isinstance(shards, dict):
+        return
+    for weight, shard in shards.items():
+        is_file_in_folder = isinstance(shard, str) and Path(shard).name == shard
+        if not is_file_in_folder or not shard.endswith(SAFETENSORS):
+            raise field_error(NAMES_FILES, path, f"weight_map.{weight}", shard)
 
 
 def _refuse_pickles(files: list[Path], folder: Path) -> None:
@@ -249,7 +283,7 @@ def _refuse_links(files: list[Path], folder: Path) -> None:
         if not path.is_symlink() or not (path.is_dir() or path.name.endswith(TEXT_SUFFIXES)):
             continue
         target = os.path.realpath(path)
-        if not Path(target).is_relative_to(root) and not NAMED_BY_CONTENT.fullmatch(target):
+        if not Path(target).is_relative_to(root) and not CONTENT_ADDRESSED_PATH.fullmatch(target):
             raise ForeignCodeError("models.link_out_of_folder", path=path, target=target)
 
 

@@ -2,12 +2,12 @@
 
 These kernels compute the same results as transformers and peft with less work and memory.
 
-`attend` is registered with transformers as the attention interface NAME. The sequences of a micro-batch are laid end to
-end in one row of T tokens. FlexAttention can process the row directly. SDPA's kernels require rectangles, so queries,
-keys and values are rearranged into rectangles, but only for the kernel. No other computation includes the padding. The
-type of the mask selects the kernel, so the model and the mask always agree. All of this also works on a CPU.
-FlexAttention does not have a backward pass on a CPU. There, the mask function is evaluated for every pair of tokens,
-and SDPA is used instead.
+`attend` is registered with transformers as the attention interface ATTENTION_NAME. The sequences of a micro-batch are
+concatenated to one row of T tokens. FlexAttention can process the row directly. SDPA's kernels require rectangles, so
+queries, keys and values are rearranged into rectangles, but only for the kernel. No other computation includes the
+padding. The type of the mask selects the kernel, so the model and the mask always agree. All of this also works on a
+CPU. FlexAttention does not have a backward pass on a CPU. There, the mask function is evaluated for every pair of
+tokens, and SDPA is used instead.
 
 `make_fused` changes the classes of modules in place and can be called again with other options. In training, the last
 layer computes outputs only for supervised tokens, which contribute to the loss. For the other tokens, it computes only
@@ -36,7 +36,7 @@ from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from m3diff.models.layers import rms_norm
 
-NAME = "m3diff"
+ATTENTION_NAME = "m3diff"
 
 FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 
@@ -44,7 +44,7 @@ FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, S
 FLEX_BLOCK = 128
 
 
-def attention_of(
+def choose_attention(
     choice: Literal["auto", "flex", "sdpa"], gpu: bool, max_captions: int | None
 ) -> Literal["flex", "sdpa"]:
     """Return the attention kernel to use in a training run.
@@ -135,15 +135,19 @@ def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layo
 
     # 1. arrange the tokens in rectangles: [1, heads, T, d] to [B S, heads d] for each rectangle
     sizes = [sequences * length for sequences, length in layout.shapes]
-    rectangles = [
-        tensor.transpose(1, 2).reshape(tokens, -1).index_select(0, layout.token_of_slot).split(sizes)
-        for tensor in (query, key, value)
-    ]
+
+    def split_into_rectangles(tensor: Tensor) -> tuple[Tensor, ...]:
+        row = tensor.transpose(1, 2).reshape(tokens, -1)
+        return row.index_select(0, layout.token_of_slot).split(sizes)
+
+    queries = split_into_rectangles(query)
+    keys = split_into_rectangles(key)
+    values = split_into_rectangles(value)
 
     # 2. attend within each rectangle
     outputs = []
-    for shape, mask, *parts in zip(layout.shapes, layout.masks, *rectangles, strict=True):
-        q, k, v = (part.unflatten(0, shape).unflatten(-1, (-1, width)).transpose(1, 2) for part in parts)
+    for shape, mask, *rectangle in zip(layout.shapes, layout.masks, queries, keys, values, strict=True):
+        q, k, v = (tensor.unflatten(0, shape).unflatten(-1, (-1, width)).transpose(1, 2) for tensor in rectangle)
         outputs.append(sdpa(q, k, v, mask, scaling).flatten(0, 1).flatten(1))
 
     # 3. put the outputs back into the row, with zeros for padding
@@ -157,14 +161,14 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling
 
     Attention is causal if `mask` is None.
     """
-    groups = query.shape[1] // key.shape[1]
+    heads_per_key = query.shape[1] // key.shape[1]
     # on a GPU, no fused kernel supports fewer key heads than query heads in combination with a mask or fp32
     if query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        key = key.repeat_interleave(groups, 1)
-        value = value.repeat_interleave(groups, 1)
-        groups = 1
+        key = key.repeat_interleave(heads_per_key, 1)
+        value = value.repeat_interleave(heads_per_key, 1)
+        heads_per_key = 1
     heads = F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=heads_per_key > 1
     )
     return heads.transpose(1, 2)
 
@@ -172,19 +176,19 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
     """Apply FlexAttention and return [1, heads, T, d]. Keys and values may have fewer heads than queries."""
     if query.is_cuda:
-        return compiled(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+        return compile_once(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     tokens = query.shape[2]
     dense_mask = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
     return sdpa(query, key, value, dense_mask, scaling).transpose(1, 2)
 
 
 @cache
-def compiled(function: Callable) -> Callable:
+def compile_once(function: Callable) -> Callable:
     """Compile the function into one kernel for all sequence lengths.
 
     The first call also makes dynamo raise an error when it reaches its limit of compiled graphs. By default, it would
     continue without compiling, which is slow and requires T x T memory for FlexAttention (torch 2.13;
-    `stage.with_retries` explains the error).
+    `stage.run_with_retries` explains the error).
     """
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(function, dynamic=True)
@@ -192,12 +196,12 @@ def compiled(function: Callable) -> Callable:
 
 def register_kernels() -> dict[str, str]:
     """Register `attend` with transformers. Return the `attn_implementation` of each part of a model in training."""
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    return {"": "sdpa", "text_config": NAME, "vision_config": "sdpa"}
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    return {"": "sdpa", "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
-def fused_attention() -> AbstractContextManager[None]:
+def require_fused_attention() -> AbstractContextManager[None]:
     """Make attention raise RuntimeError within the block if no fused kernel is available.
 
     By default, torch would use a slow implementation instead.
@@ -251,7 +255,7 @@ class FusedLora(LoraLinear):
         return output.unflatten(0, x.shape[:-1])
 
 
-def joined_weights(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+def join_weights(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     """Return the weight and bias of a single linear layer that computes the concatenated outputs of all `linears`.
 
     The adapters are folded into the weight.
@@ -289,12 +293,12 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
-def fused_on_gpu(function: Callable, tensor: Tensor) -> Callable:
+def compile_on_gpu(function: Callable, tensor: Tensor) -> Callable:
     """Compile the function into one kernel if the tensor is on a GPU. Otherwise, return it unchanged.
 
     On a CPU, compiling takes minutes and is not faster than the plain operations.
     """
-    return compiled(function) if tensor.is_cuda else function
+    return compile_once(function) if tensor.is_cuda else function
 
 
 class SwiGLU(torch.autograd.Function):
@@ -304,17 +308,17 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(gate) * up, which has the same shape as both inputs."""
         ctx.save_for_backward(gate, up)
-        return fused_on_gpu(swiglu, gate)(gate, up)
+        return compile_on_gpu(swiglu, gate)(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of `gate` and `up`."""
         gate, up = ctx.saved_tensors
-        return fused_on_gpu(swiglu_backward, gate)(grad, gate, up)
+        return compile_on_gpu(swiglu_backward, gate)(grad, gate, up)
 
 
 @contextmanager
-def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
+def recompute_in_backward(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
     """Do not store `output` for the backward pass of operations within the block.
 
     The backward pass recomputes it as `function(*inputs)`, which saves memory.
@@ -324,15 +328,15 @@ def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor
     address = output.untyped_storage()._cdata
     size = output.numel()
 
-    def pack(saved: Tensor) -> Tensor | torch.Size:
-        is_output = saved.untyped_storage()._cdata == address and saved.numel() == size
-        return saved.shape if is_output else saved
+    def pack(tensor: Tensor) -> Tensor | torch.Size:
+        is_output = tensor.untyped_storage()._cdata == address and tensor.numel() == size
+        return tensor.shape if is_output else tensor
 
-    def unpack(packed: Tensor | torch.Size) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def unpack(tensor_or_shape: Tensor | torch.Size) -> Tensor:
+        if isinstance(tensor_or_shape, Tensor):
+            return tensor_or_shape
         with torch.no_grad():
-            return function(*detached_inputs).view(packed)
+            return function(*detached_inputs).view(tensor_or_shape)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
@@ -344,8 +348,8 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
     Attributes:
         is_selective: whether the backward pass recomputes norms and SwiGLU products.
         folds_adapters: whether the adapters are folded into the weights, so that one product replaces three. This is
-            faster if the linear layers are not much wider than the adapters' rank (`folding_pays`). It is limited to
-            fp32, because rounding to bf16 would lose the adapters' small values.
+            faster if the linear layers are not much wider than the adapters' rank (`does_folding_pay`). It is limited
+            to fp32, because rounding to bf16 would lose the adapters' small values.
     """
 
     is_selective = False
@@ -372,26 +376,27 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
                 [1, supervised tokens, D].
         """
         if not self.training:
-            options: dict[str, Any] = {
+            arguments: dict[str, Any] = {
                 "position_embeddings": position_embeddings,
                 "attention_mask": attention_mask,
                 "layout": layout,
             }
-            return super().forward(hidden_states, **options, **kwargs)
+            return super().forward(hidden_states, **arguments, **kwargs)
         attention = self.self_attn
         mlp = self.mlp
         x = hidden_states[0]  # [T, D]
         # ZeRO 3 gathers the weights of a linear layer only during the layer's own forward pass
-        folds = self.folds_adapters and layout is not None and not is_partitioned(attention.o_proj)
+        folds_adapters = self.folds_adapters and layout is not None and not is_partitioned(attention.o_proj)
 
         # 1. queries, keys and values: [T, D] to [1, heads, T, d]
-        normed = self.input_layernorm(x)
-        with self._recomputing_if_selective(normed, self.input_layernorm, x):
-            projections = products(normed, [attention.q_proj, attention.k_proj, attention.v_proj], folds)
+        normalised = self.input_layernorm(x)
+        with self._recompute_if_selective(normalised, self.input_layernorm, x):
+            linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+            projections = apply_linears(normalised, linears, folds_adapters)
         shape = (1, len(x), -1, attention.head_dim)
         query, key, value = (projection.view(shape).transpose(1, 2) for projection in projections)
-        rotate = Rotary.apply if folds else apply_rotary_pos_emb
-        query, key = rotate(query, key, *position_embeddings)
+        apply_rotary = Rotary.apply if folds_adapters else apply_rotary_pos_emb
+        query, key = apply_rotary(query, key, *position_embeddings)
 
         # 2. attention: [T, heads d]
         heads, _ = attend(attention, query, key, value, attention_mask, layout, attention.scaling)
@@ -402,35 +407,36 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
         if kept_positions is not None and is_last:
             x = x.index_select(0, kept_positions)
             heads = heads.index_select(0, kept_positions)
-        x = plus_product(x, heads, attention.o_proj, folds)
+        x = add_linear(x, heads, attention.o_proj, folds_adapters)
 
         # 4. the MLP
-        normed = self.post_attention_layernorm(x)
-        with self._recomputing_if_selective(normed, self.post_attention_layernorm, x):
-            gate, up = products(normed, [mlp.gate_proj, mlp.up_proj], folds)
-        activated = SwiGLU.apply(gate, up)
-        with self._recomputing_if_selective(activated, SwiGLU.apply, gate, up):
-            return plus_product(x, activated, mlp.down_proj, folds)[None]
+        normalised = self.post_attention_layernorm(x)
+        with self._recompute_if_selective(normalised, self.post_attention_layernorm, x):
+            gate, up = apply_linears(normalised, [mlp.gate_proj, mlp.up_proj], folds_adapters)
+        activations = SwiGLU.apply(gate, up)
+        with self._recompute_if_selective(activations, SwiGLU.apply, gate, up):
+            return add_linear(x, activations, mlp.down_proj, folds_adapters)[None]
 
-    def _recomputing_if_selective(
+    def _recompute_if_selective(
         self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor
     ) -> AbstractContextManager[None]:
-        return recomputing(output, function, *inputs) if self.is_selective else nullcontext()
+        return recompute_in_backward(output, function, *inputs) if self.is_selective else nullcontext()
 
 
-def products(x: Tensor, linears: Sequence[Any], folds_adapters: bool) -> Sequence[Tensor]:
+def apply_linears(x: Tensor, linears: Sequence[Any], folds_adapters: bool) -> Sequence[Tensor]:
     """Return the output of each linear layer. If the adapters are folded, compute all outputs in one product."""
     if not folds_adapters:
         return [linear(x) for linear in linears]
+    weight, bias = join_weights(linears)
     widths = [linear.out_features for linear in linears]
-    return F.linear(x, *joined_weights(linears)).split(widths, dim=-1)
+    return F.linear(x, weight, bias).split(widths, dim=-1)
 
 
-def plus_product(x: Tensor, inputs: Tensor, linear: nn.Module, folds_adapters: bool) -> Tensor:
+def add_linear(x: Tensor, inputs: Tensor, linear: nn.Module, folds_adapters: bool) -> Tensor:
     """Return x plus the output of a linear layer without a bias."""
     if not folds_adapters:
         return x + linear(inputs)
-    weight, _ = joined_weights([linear])
+    weight, _ = join_weights([linear])
     return torch.addmm(x, inputs, weight.t())
 
 
@@ -446,7 +452,7 @@ class FusedEncoderLayer(SiglipEncoderLayer):
         if not self.training or is_partitioned(attention.q_proj):
             return super().forward(hidden_states, attention_mask, **kwargs)
         linears = [attention.q_proj, attention.k_proj, attention.v_proj]
-        projections = products(self.layer_norm1(hidden_states), linears, folds_adapters=True)
+        projections = apply_linears(self.layer_norm1(hidden_states), linears, folds_adapters=True)
         query, key, value = (
             projection.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for projection in projections
         )
@@ -470,11 +476,11 @@ class Rotary(torch.autograd.Function):
         Args:
             query: [1, heads, T, d].
             key: [1, heads, T, d].
-            cos: see `rotated`.
-            sin: see `rotated`.
+            cos: see `rotate`.
+            sin: see `rotate`.
         """
         ctx.save_for_backward(cos, sin)
-        return rotated(query, cos, sin), rotated(key, cos, sin)
+        return rotate(query, cos, sin), rotate(key, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -485,10 +491,10 @@ class Rotary(torch.autograd.Function):
             key: gradient of the rotated keys, [1, heads, T, d].
         """
         cos, sin = ctx.saved_tensors
-        return rotated(query, cos, -sin), rotated(key, cos, -sin), None, None
+        return rotate(query, cos, -sin), rotate(key, cos, -sin), None, None
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions to x, [1, heads, T, d].
 
     Args:
@@ -503,18 +509,18 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return result
 
 
-def folding_pays(model: nn.Module) -> bool:
+def does_folding_pay(model: nn.Module) -> bool:
     """Return whether folding the adapters into the weights reduces the FLOPs. Always False if a weight is not fp32.
 
     Per token, a training step takes 6 in out FLOPs with folded adapters, and 4 in out + 6 r (in + out) with separate
     adapters.
     """
-    adapted: list[Any] = [module for module in model.modules() if isinstance(module, LoraLinear)]
-    if not adapted or any(module.weight.dtype != torch.float32 for module in adapted):
+    linears: list[Any] = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    if not linears or any(linear.weight.dtype != torch.float32 for linear in linears):
         return False
     saved_flops = 0
     extra_flops = 0
-    for linear in adapted:
+    for linear in linears:
         rank = linear.r[linear.active_adapters[0]]
         saved_flops += 6 * rank * (linear.in_features + linear.out_features)
         extra_flops += 2 * linear.in_features * linear.out_features
@@ -545,14 +551,14 @@ def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", s
             supported with `stock`) or "full" (every layer).
         stock: whether all modules use the implementations of transformers and peft.
     """
-    folds = not stock and activation_checkpointing == "none" and folding_pays(model)
+    folds_adapters = not stock and activation_checkpointing == "none" and does_folding_pay(model)
     for module in model.modules():
         stock_class = STOCK_CLASSES.get(type(module), type(module))
-        stays_stock = stock or (stock_class is SiglipEncoderLayer and not folds)
+        stays_stock = stock or (stock_class is SiglipEncoderLayer and not folds_adapters)
         module.__class__ = stock_class if stays_stock else FUSED_CLASSES.get(stock_class, stock_class)
         if isinstance(module, FusedDecoderLayer):
             module.is_selective = activation_checkpointing == "selective"
-            module.folds_adapters = folds
+            module.folds_adapters = folds_adapters
     if activation_checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:

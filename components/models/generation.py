@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from m3diff.models.checkpoint import load_model, loading
+from m3diff.models.checkpoint import convert_loading_errors, load_model
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import PairProcessor
@@ -44,8 +44,11 @@ class Captioner:
         All pairs have the same question, so the prompts are not padded and the pairs of a batch do not affect each
         other's captions.
         """
-        prepared = [self.processor.prepare_image(image) for pair in pairs for image in pair]
-        captions, _ = self.answer(prepared, question)
+        images = []
+        for before, after in pairs:
+            images.append(self.processor.prepare_image(before))
+            images.append(self.processor.prepare_image(after))
+        captions, _ = self.answer(images, question)
         return captions
 
     @torch.inference_mode()
@@ -75,7 +78,8 @@ class Captioner:
             "eos_token_id": self.processor.end_id,
             "pad_token_id": self.processor.pad_id,
         }
-        with self.model.recorded_maps() if saliency else nullcontext() as maps:
+        recording = self.model.record_maps() if saliency else nullcontext()
+        with recording as maps:
             tokens = self.model.generate(**inputs, **decoding)
         captions = self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
         if maps is None:
@@ -104,6 +108,6 @@ def load_captioner(
     if device is None:
         device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")
     model, family = load_model(checkpoint, device.dtype, base)
-    with loading(checkpoint):
+    with convert_loading_errors(checkpoint):
         processor = family.load_processor(checkpoint, model.config)
     return Captioner(model.to(device.torch), processor, family, max_new_tokens)

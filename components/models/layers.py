@@ -27,18 +27,18 @@ class RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse_rms = (norm.square_().div_(x.shape[-1]).add_(epsilon)).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
-        normed = x * inverse_rms
-        return normed if weight is None else normed.mul_(weight)
+        normalised = x * inverse_rms
+        return normalised if weight is None else normalised.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient of x, and None for the frozen weight."""
         x, weight, inverse_rms = ctx.saved_tensors
-        grad_normed = grad.clone() if weight is None else grad * weight
+        grad_normalised = grad.clone() if weight is None else grad * weight
         # d(1 / rms) / dx is -x / (D rms^3)
-        along_x = torch.linalg.vecdot(grad_normed, x)[..., None]
-        along_x = along_x.mul_(inverse_rms.pow(3)).div_(-x.shape[-1])
-        return grad_normed.mul_(inverse_rms).addcmul_(x, along_x), None, None
+        factor_of_x = torch.linalg.vecdot(grad_normalised, x)[..., None]
+        factor_of_x = factor_of_x.mul_(inverse_rms.pow(3)).div_(-x.shape[-1])
+        return grad_normalised.mul_(inverse_rms).addcmul_(x, factor_of_x), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, epsilon: float | None = None) -> Tensor:
@@ -47,12 +47,15 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, epsilon: float | None = No
     This uses `RMSNorm` if x is fp32 or fp64 on a CPU and the weight is frozen or None, and otherwise torch's function.
     """
     is_exact_on_cpu = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
-    if is_exact_on_cpu and (weight is None or not weight.requires_grad):
-        return RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
+    is_weight_frozen = weight is None or not weight.requires_grad
+    if is_exact_on_cpu and is_weight_frozen:
+        if epsilon is None:
+            epsilon = torch.finfo(x.dtype).eps
+        return RMSNorm.apply(x, weight, epsilon)
     return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
-class SelfInitialised(nn.Module):
+class SelfInitialisedLayer(nn.Module):
     """A layer that initialises its own parameters when transformers requests it. Sublayers initialise their own."""
 
     def reset_parameters(self) -> None:
@@ -101,16 +104,16 @@ class MultiHeadAttention(nn.Module):
         width: width of the queries and the output.
         heads: number of attention heads.
         gain: gain of the output projection's initial weights.
-        normed: whether queries and keys are divided by their root mean square.
+        qk_norm: whether queries and keys are divided by their root mean square.
         kv_width: width of the inputs for keys and values. By default, the same as `width`.
     """
 
     def __init__(
-        self, width: int, heads: int, gain: float = 1.0, normed: bool = False, kv_width: int | None = None
+        self, width: int, heads: int, gain: float = 1.0, qk_norm: bool = False, kv_width: int | None = None
     ) -> None:
         super().__init__()
         self.heads = heads
-        self.normed = normed
+        self.qk_norm = qk_norm
         self.q_proj = Projection(width, width)
         self.k_proj = Projection(kv_width or width, width)
         self.v_proj = Projection(kv_width or width, width)
@@ -124,7 +127,7 @@ class MultiHeadAttention(nn.Module):
 
         Keys may come from several grids of patches. The same positions are added to each grid.
         """
-        if self.normed:
+        if self.qk_norm:
             x_BND = rms_norm(x_BND)
         if positions_ND is not None:
             grids = x_BND.shape[1] // len(positions_ND)
@@ -151,16 +154,17 @@ class MultiHeadAttention(nn.Module):
         This is the attention weight times the norm of the projected value (Kobayashi et al. 2020, arXiv 2004.10102),
         summed over the heads.
         """
-        norms = self.values(kv_BND).norm(dim=-1)
-        return (self.weights(q_BMD, kv_BND, positions_ND) * norms[:, :, None]).sum(1)
+        value_norms = self.projected_values(kv_BND).norm(dim=-1)  # [B, heads, N]
+        weights = self.attention_weights(q_BMD, kv_BND, positions_ND)  # [B, heads, M, N]
+        return (weights * value_norms[:, :, None]).sum(1)
 
-    def weights(self, q_BMD: Tensor, kv_BND: Tensor, positions_ND: Tensor | None = None) -> Tensor:
+    def attention_weights(self, q_BMD: Tensor, kv_BND: Tensor, positions_ND: Tensor | None = None) -> Tensor:
         """Return the attention weights of each query, [B, heads, M, N]. They sum to 1 over the keys."""
         q = self._with_positions(self.q_proj(q_BMD), positions_ND)
         k = self._with_positions(self.k_proj(kv_BND), positions_ND)
         return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
 
-    def values(self, kv_BND: Tensor) -> Tensor:
+    def projected_values(self, kv_BND: Tensor) -> Tensor:
         """Return each key's value after the output projection, [B, heads, N, D]."""
         out_weight = self.out_proj.weight.unflatten(1, (self.heads, -1))
         return torch.einsum("bhnd,ohd->bhno", self._split_heads(self.v_proj(kv_BND)), out_weight)
@@ -173,13 +177,16 @@ def sincos_positions(side: int, width: int, heads: int, amplitude: float, dtype:
     They are always computed in fp32 on the CPU, even within `torch.device("meta")`, because the result is cached for
     later models with the same precision and device.
     """
-    count = width // heads // 4
+    head_width = width // heads
+    count = head_width // 4
     frequencies = math.pi * torch.linspace(1, 0, count + 1, device="cpu")[:-1]
     angles = torch.arange(side, device="cpu")[:, None] * frequencies
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
-    grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
-    per_head = F.pad(grid, (0, width // heads - 4 * count))
-    return (amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)).to(device, dtype)
+    x_positions = axis[None].expand(side, -1, -1)
+    y_positions = axis[:, None].expand(-1, side, -1)
+    grid = torch.cat([x_positions, y_positions], dim=-1)
+    head_positions = F.pad(grid, (0, head_width - 4 * count))
+    return (amplitude * head_positions.repeat(1, 1, heads).flatten(0, 1)).to(device, dtype)
 
 
 def grid_positions(features_BND: Tensor, width: int, heads: int, amplitude: float) -> Tensor | None:
@@ -194,21 +201,21 @@ def grid_positions(features_BND: Tensor, width: int, heads: int, amplitude: floa
 
 
 @contextmanager
-def recorded(modules: Sequence[nn.Module], compute: Callable[..., Tensor]) -> Iterator[list[Tensor]]:
+def record_tensors(modules: Sequence[nn.Module], compute: Callable[..., Tensor]) -> Iterator[list[Tensor]]:
     """Record a tensor for each forward pass of the modules within the block, and return the list of these tensors.
 
     Args:
         modules: the modules to observe.
         compute: (module, *arguments, result=...) -> the tensor to record.
     """
-    records: list[Tensor] = []
+    tensors: list[Tensor] = []
 
-    def add(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        records.append(compute(module, *arguments, result=result, **options))
+    def append_tensor(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        tensors.append(compute(module, *arguments, result=result, **options))
 
-    hooks = [module.register_forward_hook(add, with_kwargs=True) for module in modules]
+    hooks = [module.register_forward_hook(append_tensor, with_kwargs=True) for module in modules]
     try:
-        yield records
+        yield tensors
     finally:
         for hook in hooks:
             hook.remove()
@@ -219,8 +226,8 @@ def can_trim_last_layer(llm: Any) -> bool:
     return getattr(llm.layers[-1], "accepts_kept_positions", False)
 
 
-def with_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: Any) -> Tensor:
-    """Return the embeddings, [B, T, W], with the image tokens replaced by the rows of `visual`.
+def insert_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: Any) -> Tensor:
+    """Put the rows of `visual` in place of the image tokens' embeddings and return the embeddings, [B, T, W].
 
     The result is the same as with `masked_scatter`, whose backward pass would synchronise with the GPU.
 

@@ -19,18 +19,18 @@ from transformers import logging as transformers_logging
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from m3diff.models.layers import Projection, SelfInitialised, can_trim_last_layer, with_visual_tokens
+from m3diff.models.layers import Projection, SelfInitialisedLayer, can_trim_last_layer, insert_visual_tokens
 from m3diff.records.errors import DataError
 
-EXAMPLES = 5  # maximum number of weights that an error message lists
-STRATEGY = "vision_feature_select_strategy"
+MAX_EXAMPLES = 5  # maximum number of weights that an error message lists
+STRATEGY_FIELD = "vision_feature_select_strategy"
 ONEVISION = LlavaOnevisionConfig.model_type
 LLAVA = LlavaConfig.model_type
 ARCHITECTURES = {ONEVISION: "LlavaOnevisionForConditionalGeneration", LLAVA: "LlavaForConditionalGeneration"}
 
 # LLM configurations of llava-hf's models, so that planning and benchmarks do not need the models' folders. Fields that
 # are not listed have transformers' defaults.
-PUBLISHED: dict[str, dict[str, Any]] = {
+PUBLISHED_LLMS: dict[str, dict[str, Any]] = {
     "llava-onevision-qwen2-7b-ov-hf": {
         "model_type": "qwen2",
         "vocab_size": 152_064,
@@ -84,7 +84,7 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
         """
         values = super().to_dict()
         if getattr(self, self.MODULE) is not None:
-            return values | {STRATEGY: self.MODULE}
+            return values | {STRATEGY_FIELD: self.MODULE}
         model_type = ONEVISION if self.newline else LLAVA
         return values | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
 
@@ -96,7 +96,7 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
     @classmethod
     def _without_module_strategy(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Return the fields without the feature strategy that `to_dict` sets."""
-        return {name: value for name, value in values.items() if (name, value) != (STRATEGY, cls.MODULE)}
+        return {name: value for name, value in values.items() if (name, value) != (STRATEGY_FIELD, cls.MODULE)}
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], module: dict | None) -> Self:
@@ -116,12 +116,13 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
         return cls.from_fields(fields, module)
 
     @classmethod
-    def published(cls, name: str, module: dict | None) -> Self:
+    def for_published_base(cls, name: str, module: dict | None) -> Self:
         """Return the configuration of the published base with this name, or of the first base if it is unknown."""
-        name = name if name in cls.BASES else cls.BASES[0]
-        model_type = LLAVA if PUBLISHED[name]["model_type"] == "llama" else ONEVISION
-        config = cls.from_fields({"model_type": model_type, "text_config": PUBLISHED[name]}, module)
-        config.name_or_path = f"llava-hf/{name}"
+        base = name if name in cls.BASES else cls.BASES[0]
+        llm_fields = PUBLISHED_LLMS[base]
+        model_type = LLAVA if llm_fields["model_type"] == "llama" else ONEVISION
+        config = cls.from_fields({"model_type": model_type, "text_config": llm_fields}, module)
+        config.name_or_path = f"llava-hf/{base}"
         return config
 
     def module_config(self) -> Any:
@@ -158,7 +159,7 @@ class NewModuleInit:
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Projection | SelfInitialised):
+        if isinstance(module, Projection | SelfInitialisedLayer):
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]
@@ -173,12 +174,12 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         """Return the projected features of the images, [2 B, N, W], and each image's visual tokens, [tokens, W]."""
         raise NotImplementedError
 
-    def with_newline(self, projected: Tensor) -> Tensor:
+    def append_newline(self, features: Tensor) -> Tensor:
         """Append LLaVA-OneVision's newline token to each image: [2 B, N, W] to [2 B, N + 1, W]."""
         if not self.config.newline:
-            return projected
-        newline = self.image_newline.to(projected.dtype).expand(len(projected), 1, -1)
-        return torch.cat([projected, newline], dim=1)
+            return features
+        newline = self.image_newline.to(features.dtype).expand(len(features), 1, -1)
+        return torch.cat([features, newline], dim=1)
 
     def get_image_features(
         self,
@@ -195,8 +196,8 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         Returns:
             An output whose `pooler_output` is a list with the visual tokens of each image, [tokens, W].
         """
-        projected, tokens = self.visual_tokens(pixel_values)
-        return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=tokens)  # type: ignore[arg-type]
+        projected_features, tokens = self.visual_tokens(pixel_values)
+        return BaseModelOutputWithPooling(last_hidden_state=projected_features, pooler_output=tokens)  # type: ignore[arg-type]
 
     @wraps(LlavaOnevisionModel.forward)  # transformers inspects the signature
     def forward(  # type: ignore[override]
@@ -210,9 +211,9 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         if tokens is None:
             return super().forward(input_ids, pixel_values, **kwargs)
         visual: Any = torch.cat(self.get_image_features(pixel_values).pooler_output)  # type: ignore[arg-type]
-        embeds = self.get_input_embeddings()(input_ids)
-        embeds = with_visual_tokens(embeds, visual, tokens, self.config.image_token_id)
-        return super().forward(**kwargs | {"inputs_embeds": embeds})
+        embeddings = self.get_input_embeddings()(input_ids)
+        embeddings = insert_visual_tokens(embeddings, visual, tokens, self.config.image_token_id)
+        return super().forward(**kwargs | {"inputs_embeds": embeddings})
 
     def vision_hidden_states(self, pixel_values: Tensor) -> list[Tensor]:
         """Return the vision encoder's hidden states: the embedding and the output of each layer, each [images, N, D].
@@ -221,16 +222,15 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         """
         encoder: Any = self.vision_tower
         is_clip = hasattr(encoder, "pre_layrnorm")
-        states = [encoder.embeddings(pixel_values)]
-        if is_clip:
-            states = [encoder.pre_layrnorm(states[0])]
+        embeddings = encoder.embeddings(pixel_values)
+        states = [encoder.pre_layrnorm(embeddings) if is_clip else embeddings]
         for layer in encoder.encoder.layers:
             states.append(layer(states[-1], attention_mask=None))
         return [state[:, 1:] for state in states] if is_clip else states
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_loading_report() -> Iterator[None]:
     """Suppress transformers' report of missing keys within the block, because `from_pretrained` checks the keys."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -290,23 +290,24 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
             config = config_class.from_fields(fields, module)
         kwargs |= {"config": config, "use_safetensors": True, "output_loading_info": True}
         kwargs.pop("trust_remote_code", None)  # this class never loads other code
-        with _quiet():
-            loaded: Any = super().from_pretrained(folder, *args, trust_remote_code=False, **kwargs)
-        model, info = loaded
-        new_weights: set[str] = set()
+        with _suppress_loading_report():
+            model_and_info: Any = super().from_pretrained(folder, *args, trust_remote_code=False, **kwargs)
+        model, loading_info = model_and_info
+        missing_keys = set(loading_info["missing_keys"])
+        module_keys: set[str] = set()  # keys of a new module, which a base does not have
         if may_lack_module:
-            new_weights = {key for key in info["missing_keys"] if key.startswith(f"model.{config_class.MODULE}.")}
-        missing = {*info["missing_keys"], *info["mismatched_keys"]} - new_weights
-        if missing:
-            names = sorted(map(str, missing))
+            module_keys = {key for key in missing_keys if key.startswith(f"model.{config_class.MODULE}.")}
+        unusable_keys = (missing_keys | set(loading_info["mismatched_keys"])) - module_keys
+        if unusable_keys:
+            names = sorted(str(key) for key in unusable_keys)
             raise DataError(
                 "models.weights_missing",
                 path=Path(folder),
                 value=len(names),
                 expected=cls.BASES,
-                names=names[:EXAMPLES],
+                names=names[:MAX_EXAMPLES],
             )
-        if new_weights and reads_config:
+        if module_keys and reads_config:
             model.start_new_module(Path(folder))
         return model
 
@@ -342,10 +343,10 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         output.logits = output.logits.flatten(0, 1)
         return output
 
-    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+    def record_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Record where the module looks for the difference. Each forward pass adds maps [B, N] with sum 1."""
         module = getattr(self.model, self.config.MODULE)
-        return nullcontext([]) if module is None else module.recorded_maps()
+        return nullcontext([]) if module is None else module.record_maps()
 
     def mean_map(self, maps: list[Tensor], pairs: int) -> Tensor:
         """Return the mean of the recorded maps over the patch grid, [pairs, rows, columns], with sum 1.
@@ -358,7 +359,7 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         return torch.stack(maps).mean(dim=0).unflatten(1, (side, side))
 
 
-def keep_names(config: type[LlavaOfPairsConfig]) -> None:
+def register_weight_names(config: type[LlavaOfPairsConfig]) -> None:
     """Register the weight names of LLaVA's first releases, which the published bases use, for loading and saving."""
     names = get_checkpoint_conversion_mapping(ONEVISION)
     register_checkpoint_conversion_mapping(config.model_type, names, overwrite=True)

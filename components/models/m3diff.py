@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from m3diff.models.family import MODULE_UPDATE_RATIO, Contribution, Family, module_fields
-from m3diff.models.settings import ByKind, MDPConfig, ModuleConfig, Settings
+from m3diff.models.settings import MDPConfig, ModuleByKind, ModuleConfig, Settings
 from m3diff.records.errors import Fault
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class M3DiffSettings(Settings):
     """
 
     family: Literal["m3diff"]
-    module: Annotated[ModuleConfig | None, ByKind()]
+    module: Annotated[ModuleConfig | None, ModuleByKind()]
 
 
 def llava_parts(module: str) -> dict[str, tuple[str, ...]]:
@@ -144,7 +144,7 @@ def contribution_figures(sums: "Tensor") -> list[float]:
     A score is the mean of equation (7).
 
     Args:
-        sums: sum of the tensors from `recorded_contribution`, [levels + 1, 2].
+        sums: sum of the tensors from `record_contribution`, [levels + 1, 2].
     """
     levels = sums[:-1]
     feature_squares, score_count = sums[-1]
@@ -155,7 +155,7 @@ def contribution_figures(sums: "Tensor") -> list[float]:
 
 CONTRIBUTION = Contribution(
     names=contribution_names,
-    recorded=lambda model: model.model.mdp.recorded_contribution(),
+    record=lambda model: model.model.mdp.record_contribution(),
     figures=contribution_figures,
     remedy="Raise the module's rate (rates.module), or start it above zero (module.init_gain).",
 )
@@ -166,8 +166,8 @@ FAMILY = Family(
     lora_targets=LORA_TARGETS,
     classes=classes,
     faults=faults,
-    frozen=UNUSED_PARAMETERS,
+    unused_parameters=UNUSED_PARAMETERS,
     contribution=CONTRIBUTION,
-    new=("module",),
+    new_parts=("module",),
     model_types=("m3diff", "llava_onevision"),
 )

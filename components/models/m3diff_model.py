@@ -22,9 +22,9 @@ from m3diff.models.layers import (
     MultiHeadAttention,
     Projection,
     grid_positions,
-    recorded,
+    record_tensors,
 )
-from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
+from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, register_weight_names
 from m3diff.models.settings import DifferenceConfig, MDPConfig, module_config
 
 
@@ -43,7 +43,7 @@ class M3DiffConfig(LlavaOfPairsConfig):
     read_module = staticmethod(module_config)
 
 
-keep_names(M3DiffConfig)
+register_weight_names(M3DiffConfig)
 
 
 class DifferentialLayer(nn.Module):
@@ -54,21 +54,24 @@ class DifferentialLayer(nn.Module):
     Args:
         cfg: settings of the MDP module.
         width: width of the features.
-        is_first: whether this is the first layer of its level.
+        is_first_layer: whether this is the first layer of its level.
     """
 
-    def __init__(self, cfg: MDPConfig, width: int, is_first: bool) -> None:
+    def __init__(self, cfg: MDPConfig, width: int, is_first_layer: bool) -> None:
         super().__init__()
         self.residual = cfg.residual
         # with residuals, the difference's attention layers add nothing initially
         out_gain = 0.0 if cfg.residual else 1.0
-        self.self_attention = MultiHeadAttention(width, cfg.heads, out_gain, normed=cfg.residual)
-        self.cross_attention = MultiHeadAttention(width, cfg.heads, out_gain, normed=cfg.residual)
-        hidden = cfg.mlp_ratio * width
-        is_detector = cfg.residual and is_first
-        self.mlp = Mlp(width, Detector(hidden, width) if is_detector else Projection(hidden, width, out_gain))
+        self.self_attention = MultiHeadAttention(width, cfg.heads, out_gain, qk_norm=cfg.residual)
+        self.cross_attention = MultiHeadAttention(width, cfg.heads, out_gain, qk_norm=cfg.residual)
+        hidden_width = cfg.mlp_ratio * width
+        if cfg.residual and is_first_layer:
+            mlp_out: Projection = Detector(hidden_width, width)
+        else:
+            mlp_out = Projection(hidden_width, width, out_gain)
+        self.mlp = Mlp(width, mlp_out)
         feature_gain = cfg.init_gain if cfg.residual else 1.0
-        self.feature_attention = MultiHeadAttention(width, cfg.heads, feature_gain, normed=cfg.residual)
+        self.feature_attention = MultiHeadAttention(width, cfg.heads, feature_gain, qk_norm=cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
     def forward(self, f_2BND: Tensor, df_BND: Tensor, positions_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -87,8 +90,8 @@ class DifferentialLayer(nn.Module):
         # 2. the difference attends to both images and itself: keys [B, 3 N, D]
         f = self.norm_feature(f_2BND)
         keys = torch.cat([*f.chunk(2), df_sa], dim=1)
-        attended = skip * df_sa + self.cross_attention(df_sa, keys, positions_ND)
-        df_ca = skip * attended + self.mlp(attended)  # (5)
+        df_cross = skip * df_sa + self.cross_attention(df_sa, keys, positions_ND)
+        df_ca = skip * df_cross + self.mlp(df_cross)  # (5)
 
         # 3. each image attends to itself and the difference: keys [2 B, 2 N, D]
         keys = torch.cat([f, df_ca.repeat(2, 1, 1)], dim=1)
@@ -98,12 +101,12 @@ class DifferentialLayer(nn.Module):
     def saliency_map(self, f_2BND: Tensor, df_ca_BND: Tensor, positions_ND: Tensor | None = None) -> Tensor:
         """Return how much each patch of the difference changes both images in (6), as a map [B, N] with sum 1."""
         # an untrained layer changes nothing, and 0 / 0 would be NaN
-        reached = torch.full_like(df_ca_BND[:, :, 0], torch.finfo(df_ca_BND.dtype).tiny)
+        contributions = torch.full_like(df_ca_BND[:, :, 0], torch.finfo(df_ca_BND.dtype).tiny)
         for image in self.norm_feature(f_2BND).chunk(2):
             keys = torch.cat([image, df_ca_BND], dim=1)
             weights = self.feature_attention.norm_weighted_attention(image, keys, positions_ND)  # [B, N, 2 N]
-            reached = reached + weights[:, :, image.shape[1] :].sum(dim=1)
-        return reached / reached.sum(dim=1, keepdim=True)
+            contributions = contributions + weights[:, :, image.shape[1] :].sum(dim=1)
+        return contributions / contributions.sum(dim=1, keepdim=True)
 
 
 class DifferentialLevel(nn.Module):
@@ -113,8 +116,10 @@ class DifferentialLevel(nn.Module):
         super().__init__()
         self.norm_input = nn.LayerNorm(width) if cfg.residual else nn.Identity()
         self.gate = Projection(2 * width, width)  # Wm
-        self.difference = (DifferenceProjection if cfg.residual else Projection)(3 * width, width)  # Wp
-        self.layers = nn.ModuleList(DifferentialLayer(cfg, width, is_first=number == 0) for number in range(cfg.layers))
+        difference_class = DifferenceProjection if cfg.residual else Projection
+        self.difference = difference_class(3 * width, width)  # Wp
+        layers = [DifferentialLayer(cfg, width, is_first_layer=number == 0) for number in range(cfg.layers)]
+        self.layers = nn.ModuleList(layers)
         # zero with residuals, so that all levels of a new module have the same score
         score_gain = 0.0 if cfg.residual else 1.0
         score_width = 1 if cfg.score == "scalar" else width
@@ -125,8 +130,8 @@ class DifferentialLevel(nn.Module):
         # 1. gate the features of each image with the features of both images: [2 B, N, D]
         n = self.norm_input(f_2BND)
         n1, n2 = n.chunk(2)
-        swapped = torch.cat([n2, n1])
-        gates = self.gate(torch.cat([n, swapped], dim=-1)).sigmoid()  # (1)
+        n_swapped = torch.cat([n2, n1])
+        gates = self.gate(torch.cat([n, n_swapped], dim=-1)).sigmoid()  # (1)
         fh1, fh2 = (n * gates).chunk(2)  # (2)
 
         # 2. take their difference: [B, N, D]
@@ -139,8 +144,8 @@ class DifferentialLevel(nn.Module):
             ft, df_ca = layer(ft, df_ca, positions_ND)
 
         # 4. score the level
-        pooled = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)  # [B, 1, 3 D]
-        return ft, self.score(pooled).sigmoid()  # (7)
+        pooled_features = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)  # [B, 1, 3 D]
+        return ft, self.score(pooled_features).sigmoid()  # (7)
 
 
 @torch.no_grad()
@@ -170,7 +175,9 @@ class LevelModules(nn.Module):
         """Return the module of a level. Levels are counted from 0."""
         return self.levels[0 if self.cfg.share_levels else number]
 
-    def with_features(self, features_1: list[Tensor], features_2: list[Tensor]) -> list[tuple[Any, Tensor, Tensor]]:
+    def levels_with_features(
+        self, features_1: list[Tensor], features_2: list[Tensor]
+    ) -> list[tuple[Any, Tensor, Tensor]]:
         """Return (module, features before, features after) for each level."""
         levels = [self.level(number) for number in range(len(self.cfg.vision_feature_layers))]
         return list(zip(levels, features_1, features_2, strict=True))
@@ -179,56 +186,56 @@ class LevelModules(nn.Module):
 class DifferentialPerception(LevelModules):
     """The MDP module, which combines all levels with equation (8)."""
 
-    # One tensor per forward pass while contributions are recorded, otherwise None; see `recorded_contribution`
-    _contributions: list[Tensor] | None = None
+    # Sums of each forward pass within the block of `record_contribution`, otherwise None
+    _recorded_sums: list[Tensor] | None = None
 
     def __init__(self, cfg: MDPConfig, width: int) -> None:
         super().__init__(cfg, lambda: DifferentialLevel(cfg, width))
         self.width = width
 
     def forward(
-        self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
+        self, features_1: list[Tensor], features_2: list[Tensor], base_features_1: Tensor, base_features_2: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the updated features of the images before and after, F'_1 and F'_2, each [B, N, D].
 
         Args:
             features_1: features of the images before at each level, each [B, N, D].
             features_2: features of the images after at each level, each [B, N, D].
-            last_1: features of the images before that the base would pass to the projector, [B, N, D].
-            last_2: features of the images after that the base would pass to the projector, [B, N, D].
+            base_features_1: features of the images before that the base would pass to the projector, [B, N, D].
+            base_features_2: features of the images after that the base would pass to the projector, [B, N, D].
         """
-        last_features = torch.cat([last_1, last_2])  # [2 B, N, D]
-        fused = last_features if self.cfg.residual else torch.zeros_like(last_features)
-        positions = grid_positions(last_1, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
+        base_features = torch.cat([base_features_1, base_features_2])  # [2 B, N, D]
+        fused = base_features if self.cfg.residual else torch.zeros_like(base_features)
+        positions = grid_positions(base_features_1, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
         sums: list[Tensor] = []
-        for level, f1, f2 in self.with_features(features_1, features_2):
+        for level, f1, f2 in self.levels_with_features(features_1, features_2):
             f = torch.cat([f1, f2])
             ft, score = level(f, positions)
             update = score.repeat(2, 1, 1) * (ft - f if self.cfg.residual else ft)
             fused = fused + update  # (8)
-            if self._contributions is not None:
+            if self._recorded_sums is not None:
                 sums.append(contribution_sums(update, score))
-        if self._contributions is not None:
-            sums.append(contribution_sums(last_features, torch.ones_like(score)))
-            self._contributions.append(torch.stack(sums))
+        if self._recorded_sums is not None:
+            sums.append(contribution_sums(base_features, torch.ones_like(score)))
+            self._recorded_sums.append(torch.stack(sums))
         fused_1, fused_2 = fused.chunk(2)
         return fused_1, fused_2
 
     @contextmanager
-    def recorded_contribution(self) -> Iterator[list[Tensor]]:
+    def record_contribution(self) -> Iterator[list[Tensor]]:
         """Record a tensor [levels + 1, 2], fp64, for each forward pass within the block, without synchronising.
 
         Each row except the last contains the sum of squares of a level's update in (8) and the sum of its scores. The
         last row contains the sum of squares of the encoder's last features and the number of scores. The tensors of
         several forward passes may be added up.
         """
-        self._contributions = []
+        self._recorded_sums = []
         try:
-            yield self._contributions
+            yield self._recorded_sums
         finally:
-            self._contributions = None
+            self._recorded_sums = None
 
-    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+    def record_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Record where each level looks for the difference. Each forward pass adds a map [B, N] with sum 1 per level.
 
         The map is taken from the level's first layer, whose input is the difference itself. After this layer, every
@@ -240,7 +247,7 @@ class DifferentialPerception(LevelModules):
             return layer.saliency_map(f_2BND, df_ca, positions_ND)
 
         first_layers: list[nn.Module] = [level.layers[0] for level in self.levels]  # type: ignore[misc, index]
-        return recorded(first_layers, saliency_map)
+        return record_tensors(first_layers, saliency_map)
 
 
 class BareDifference(LevelModules):
@@ -255,23 +262,23 @@ class BareDifference(LevelModules):
         super().__init__(cfg, lambda: Projection(width, width, cfg.init_gain))
 
     def forward(
-        self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
+        self, features_1: list[Tensor], features_2: list[Tensor], base_features_1: Tensor, base_features_2: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return F'_1 and F'_2, each [B, N, D]. The arguments are those of `DifferentialPerception.forward`."""
-        update = torch.zeros_like(last_1)
-        for projection, f1, f2 in self.with_features(features_1, features_2):
+        update = torch.zeros_like(base_features_1)
+        for projection, f1, f2 in self.levels_with_features(features_1, features_2):
             update = update + projection(f2 - f1)
-        return last_1 + update, last_2 + update
+        return base_features_1 + update, base_features_2 + update
 
-    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+    def record_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Record how much each patch's difference adds to the features, as a map [B, N] with sum 1 per level."""
 
-        def added_sizes(projection: Any, _: Tensor, result: Tensor) -> Tensor:
+        def relative_sizes(projection: Any, _: Tensor, result: Tensor) -> Tensor:
             # for equal images all sizes are zero, and 0 / 0 would be NaN
             sizes = (result - projection.bias).norm(dim=-1) + torch.finfo(result.dtype).tiny
             return sizes / sizes.sum(dim=1, keepdim=True)
 
-        return recorded(list(self.levels), added_sizes)
+        return record_tensors(list(self.levels), relative_sizes)
 
 
 class M3DiffModel(LlavaOfPairs):
@@ -287,8 +294,8 @@ class M3DiffModel(LlavaOfPairs):
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the projected features and each image's patches and newline token; see `LlavaOfPairs`."""
-        projected = self.multi_modal_projector(self.perceive(pixel_values))
-        return projected, list(self.with_newline(projected).unbind(0))
+        projected_features = self.multi_modal_projector(self.perceive(pixel_values))
+        return projected_features, list(self.append_newline(projected_features).unbind(0))
 
     def perceive(self, pixel_values: Tensor) -> Tensor:
         """Return the vision encoder's features after equation (8), [2 B, N, D], in the order of the images.
@@ -297,9 +304,9 @@ class M3DiffModel(LlavaOfPairs):
         """
         # 1. encode the images
         states = self.vision_hidden_states(pixel_values)
-        last_features = states[self.config.vision_feature_layer]
+        base_features = states[self.config.vision_feature_layer]
         if self.mdp is None:
-            return last_features
+            return base_features
 
         # 2. separate images before and after: [B, N, D] each
         levels = [states[layer] for layer in self.mdp.cfg.vision_feature_layers]
@@ -307,7 +314,7 @@ class M3DiffModel(LlavaOfPairs):
         features_2 = [f[1::2] for f in levels]
 
         # 3. fuse the levels, and interleave the images again: [2 B, N, D]
-        fused = self.mdp(features_1, features_2, last_features[0::2], last_features[1::2])
+        fused = self.mdp(features_1, features_2, base_features[0::2], base_features[1::2])
         return torch.stack(fused, dim=1).flatten(0, 1)
 
 

@@ -19,7 +19,7 @@ from m3diff.models.m3diff import (
 from m3diff.models.settings import Settings, VDMConfig
 from m3diff.records.errors import Fault
 
-# The base that the paper uses but does not name. `llava.PUBLISHED` contains its LLM configuration.
+# The base that the paper uses but does not name. `llava.PUBLISHED_LLMS` contains its LLM configuration.
 LLAVA_BASE = "llava-1.5-7b-hf"
 
 # `model_type` -> name of the base
@@ -100,9 +100,9 @@ FAMILY = Family(
     lora_targets=LORA_TARGETS,
     classes=classes,
     faults=faults,
-    frozen=UNUSED_PARAMETERS,
-    new=("module",),
-    whole_without_adapters=("llm",),
+    unused_parameters=UNUSED_PARAMETERS,
+    new_parts=("module",),
+    whole_parts_without_adapters=("llm",),
     base_files=base_files,
     model_types=("onediff", "llava_onevision", "llava"),
 )

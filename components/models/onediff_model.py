@@ -37,11 +37,17 @@ from m3diff.models.layers import (
     Mlp,
     MultiHeadAttention,
     Projection,
-    SelfInitialised,
+    SelfInitialisedLayer,
     grid_positions,
-    recorded,
+    record_tensors,
 )
-from m3diff.models.llava import EXAMPLES, LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
+from m3diff.models.llava import (
+    MAX_EXAMPLES,
+    LlavaOfPairs,
+    LlavaOfPairsConfig,
+    LlavaOfPairsForGeneration,
+    register_weight_names,
+)
 from m3diff.models.settings import VDMConfig
 from m3diff.records.errors import DataError
 
@@ -95,19 +101,19 @@ class OneDiffConfig(LlavaOfPairsConfig):
         return before + cfg.tokens, after
 
 
-keep_names(OneDiffConfig)
+register_weight_names(OneDiffConfig)
 
 
-class ImageReading(SelfInitialised):
+class ImageReading(SelfInitialisedLayer):
     """The cross-attention CA in equation (2), which lets the delta tokens read the two images."""
 
     def __init__(self, cfg: VDMConfig, vision_width: int) -> None:
         super().__init__()
         self.reads_separately = cfg.images == "separate"
-        self.attention = MultiHeadAttention(cfg.width, cfg.heads, normed=cfg.norm == "size", kv_width=vision_width)
+        self.attention = MultiHeadAttention(cfg.width, cfg.heads, qk_norm=cfg.norm == "size", kv_width=vision_width)
         if self.reads_separately:
-            projection = DifferenceProjection if cfg.init_gain else Projection
-            self.join = projection(3 * cfg.width, cfg.width)
+            projection_class = DifferenceProjection if cfg.init_gain else Projection
+            self.join = projection_class(3 * cfg.width, cfg.width)
         else:
             self.image_embeddings = nn.Parameter(torch.zeros(2, vision_width))
 
@@ -136,21 +142,21 @@ class ImageReading(SelfInitialised):
         Otherwise, it is the share of the joint result that comes from the two patches at this position, one per image.
         """
         if self.reads_separately:
-            brought_1 = self._brought_by_patches(a_BTV, h1_BND, positions_NV)
-            brought_2 = self._brought_by_patches(a_BTV, h2_BND, positions_NV)
-            sizes = (brought_1 - brought_2).norm(dim=-1).sum(dim=1)
+            contributions_1 = self._patch_contributions(a_BTV, h1_BND, positions_NV)
+            contributions_2 = self._patch_contributions(a_BTV, h2_BND, positions_NV)
+            sizes = (contributions_1 - contributions_2).norm(dim=-1).sum(dim=1)
         else:
-            joined = self._joined_images(h1_BND, h2_BND)
-            sizes_of_both = self.attention.norm_weighted_attention(a_BTV, joined, positions_NV)  # [B, T, 2 N]
-            sizes = sizes_of_both.sum(dim=1).unflatten(1, (2, -1)).sum(dim=1)
+            images = self._joined_images(h1_BND, h2_BND)
+            attention = self.attention.norm_weighted_attention(a_BTV, images, positions_NV)  # [B, T, 2 N]
+            sizes = attention.sum(dim=1).unflatten(1, (2, -1)).sum(dim=1)
         # for equal images all sizes are zero, and 0 / 0 would be NaN
         sizes = sizes + torch.finfo(sizes.dtype).tiny
         return sizes / sizes.sum(dim=1, keepdim=True)
 
-    def _brought_by_patches(self, a_BTV: Tensor, h_BND: Tensor, positions_NV: Tensor | None) -> Tensor:
+    def _patch_contributions(self, a_BTV: Tensor, h_BND: Tensor, positions_NV: Tensor | None) -> Tensor:
         """Return the vector that each patch of one image contributes to each delta token, [B, T, N, V]."""
-        weights = self.attention.weights(a_BTV, h_BND, positions_NV)
-        return torch.einsum("bhtn,bhno->btno", weights, self.attention.values(h_BND))
+        weights = self.attention.attention_weights(a_BTV, h_BND, positions_NV)
+        return torch.einsum("bhtn,bhno->btno", weights, self.attention.projected_values(h_BND))
 
 
 class DeltaLayer(nn.Module):
@@ -169,13 +175,20 @@ class DeltaLayer(nn.Module):
         # in a change detector, self-attention and MLP add nothing initially
         out_gain = 0.0 if is_detector else 1.0
         self.norm = cfg.norm
-        self.self_attention = MultiHeadAttention(width, cfg.heads, out_gain, normed=cfg.norm == "size")
+        self.self_attention = MultiHeadAttention(width, cfg.heads, out_gain, qk_norm=cfg.norm == "size")
         self.reading = None if cfg.feature_layer(number) is None else ImageReading(cfg, vision_width)
-        hidden = cfg.mlp_ratio * width
-        mlp_out = Detector(hidden, width) if is_detector and number == 0 else Projection(hidden, width, out_gain)
+        hidden_width = cfg.mlp_ratio * width
+        if is_detector and number == 0:
+            mlp_out: Projection = Detector(hidden_width, width)
+        else:
+            mlp_out = Projection(hidden_width, width, out_gain)
         self.mlp = Mlp(width, mlp_out, approximate="none")
-        has_norm = () if cfg.norm == "size" else (True, self.reading is not None, True)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) if needed else nn.Identity() for needed in has_norm)
+        # norms of the blocks SELF_ATTENTION, READING and MLP
+        norms: list[nn.Module] = []
+        if cfg.norm != "size":
+            reading_norm = nn.Identity() if self.reading is None else nn.LayerNorm(width)
+            norms = [nn.LayerNorm(width), reading_norm, nn.LayerNorm(width)]
+        self.norms = nn.ModuleList(norms)
 
     def forward(
         self, d_BTV: Tensor, h1_BND: Tensor | None, h2_BND: Tensor | None, positions_NV: Tensor | None = None
@@ -205,7 +218,7 @@ class DeltaLayer(nn.Module):
         return d_BTV + function(norm(d_BTV))
 
 
-class VisualDeltaModule(SelfInitialised):
+class VisualDeltaModule(SelfInitialisedLayer):
     """The whole VDM: equations (1) to (4).
 
     Args:
@@ -239,8 +252,8 @@ class VisualDeltaModule(SelfInitialised):
         positions = grid_positions(features_1[0], cfg.width, cfg.heads, cfg.pos_embed_scale)
 
         # 1. normalise the hidden states of each feature layer: [B, N, D]
-        normed_1 = [norm(h1) for norm, h1 in zip(self.feature_norms, features_1, strict=True)]
-        normed_2 = [norm(h2) for norm, h2 in zip(self.feature_norms, features_2, strict=True)]
+        h1_by_layer = [norm(features) for norm, features in zip(self.feature_norms, features_1, strict=True)]
+        h2_by_layer = [norm(features) for norm, features in zip(self.feature_norms, features_2, strict=True)]
 
         # 2. transform the delta tokens: [B, T, V]
         d = self.delta.expand(len(features_1[0]), -1, -1)
@@ -248,21 +261,25 @@ class VisualDeltaModule(SelfInitialised):
             if feature_layer is None:
                 d = layer(d, None, None, positions)
             else:
-                d = layer(d, normed_1[feature_layer], normed_2[feature_layer], positions)
+                d = layer(d, h1_by_layer[feature_layer], h2_by_layer[feature_layer], positions)
 
         # 3. project the delta tokens to the LLM's width: [B, T, W]
         return self.projection(d)  # (4)
 
-    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+    def record_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Record where each layer that reads the images looks for the difference.
 
         Each forward pass of such a layer adds a map [B, N] with sum 1.
         """
+
+        def saliency_map(reading: Any, *arguments: Any, result: Any) -> Tensor:
+            return reading.saliency_map(*arguments)
+
         readings = [module for module in self.modules() if isinstance(module, ImageReading)]
-        return recorded(readings, lambda reading, *arguments, result: reading.saliency_map(*arguments))
+        return record_tensors(readings, saliency_map)
 
     @torch.no_grad()
-    def start_as_bert(self, folder: Path) -> None:
+    def copy_bert_weights(self, folder: Path) -> None:
         """Copy the self-attention, MLP and norms of each layer from a BERT.
 
         Args:
@@ -271,20 +288,25 @@ class VisualDeltaModule(SelfInitialised):
         Raises:
             DataError: the BERT has a different width, number of heads or MLP size, too few layers, or missing weights.
         """
-        loaded: Any = BertModel.from_pretrained(
+        bert_and_info: Any = BertModel.from_pretrained(
             folder,
             use_safetensors=True,
             add_pooling_layer=False,
             output_loading_info=True,
             trust_remote_code=False,
         )
-        bert, info = loaded
+        bert, loading_info = bert_and_info
         config = bert.config
-        missing = sorted(name for name in info["missing_keys"] if name.startswith("encoder."))
+        missing_names = sorted(name for name in loading_info["missing_keys"] if name.startswith("encoder."))
         bert_shape = (config.hidden_size, config.num_attention_heads, config.intermediate_size / config.hidden_size)
         shape = (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
-        if missing:
-            raise DataError("models.bert_lacks_weights", path=folder, value=len(missing), names=missing[:EXAMPLES])
+        if missing_names:
+            raise DataError(
+                "models.bert_lacks_weights",
+                path=folder,
+                value=len(missing_names),
+                names=missing_names[:MAX_EXAMPLES],
+            )
         if bert_shape != shape or len(bert.encoder.layer) < len(self.layers):
             raise DataError(
                 "models.other_bert",
@@ -332,15 +354,17 @@ class OneDiffModel(LlavaOfPairs):
         """
         # 1. encode the images and project their patches: [2 B, N, D] to [2 B, N, W]
         states = self.vision_hidden_states(pixel_values)
-        projected = self.multi_modal_projector(states[self.config.vision_feature_layer])
-        images = self.with_newline(projected)
+        projected_features = self.multi_modal_projector(states[self.config.vision_feature_layer])
+        images = self.append_newline(projected_features)
         if self.vdm is None:
-            return projected, list(images.unbind(0))
+            return projected_features, list(images.unbind(0))
 
         # 2. compute the delta tokens of each pair: [B, T, W]
         cfg = self.vdm.cfg
         features = [states[layer] for layer in cfg.vision_feature_layers]
-        delta = self.vdm([f[0::2] for f in features], [f[1::2] for f in features])
+        features_1 = [f[0::2] for f in features]
+        features_2 = [f[1::2] for f in features]
+        delta = self.vdm(features_1, features_2)
         if cfg.projection == "shared":
             delta = self.multi_modal_projector(delta)
         delta = delta.to(images.dtype)
@@ -359,7 +383,7 @@ class OneDiffModel(LlavaOfPairs):
         tokens: list[Tensor] = []
         for before_tokens, after_tokens in zip(before, after, strict=True):
             tokens += [before_tokens, after_tokens]
-        return projected, tokens
+        return projected_features, tokens
 
 
 class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):
@@ -372,4 +396,4 @@ class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):
     def start_new_module(self, folder: Path) -> None:
         """Initialise a new module from the BERT in `folder`/bert if its `start` is "bert"."""
         if self.model.vdm.cfg.start == "bert":
-            self.model.vdm.start_as_bert(folder / "bert")
+            self.model.vdm.copy_bert_weights(folder / "bert")

@@ -6,6 +6,7 @@ the vision encoder, the projector, the module and the LLM.
 This file is cheap to import, because `params.yaml` is read without torch and exported folders contain a copy of it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
@@ -44,7 +45,7 @@ class Fields:
         """Yield a fault, which describes an error, for each invalid value."""
         yield from ()
 
-    def too_small(self, **minimums: int) -> Iterator[Fault]:
+    def check_minimums(self, **minimums: int) -> Iterator[Fault]:
         """Yield a fault for each field whose value is below its minimum."""
         for name, minimum in minimums.items():
             value = getattr(self, name)
@@ -54,8 +55,8 @@ class Fields:
 
 def layer_faults(layers: tuple[int, ...]) -> Iterator[Fault]:
     """Yield a fault if `vision_feature_layers` is empty, not ascending, or has negative or repeated values."""
-    is_rising = bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0
-    if not is_rising:
+    is_ascending = bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0
+    if not is_ascending:
         yield Fault("models.layers_not_rising", field="vision_feature_layers", value=list(layers))
 
 
@@ -68,11 +69,11 @@ class Lora(Fields):
 
     def faults(self) -> Iterator[Fault]:
         """Yield a fault if the rank or alpha is too small."""
-        yield from self.too_small(rank=0, alpha=1)
+        yield from self.check_minimums(rank=0, alpha=1)
 
 
 @dataclass(frozen=True, eq=False)
-class ByPart(Mapping[str, Value], Generic[Value]):
+class ValueByPart(Mapping[str, Value], Generic[Value]):
     """A mapping from each part of a model to a value. Subclasses define one field per part."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
@@ -88,7 +89,7 @@ class ByPart(Mapping[str, Value], Generic[Value]):
 
 
 @dataclass(frozen=True, eq=False)
-class Rates(ByPart[float | None]):
+class Rates(ValueByPart[float | None]):
     """Learning rate of each part. None freezes the part. A frozen new module keeps its initial weights."""
 
     vision: float | None
@@ -113,7 +114,7 @@ class Rates(ByPart[float | None]):
 
 
 @dataclass(frozen=True, eq=False)
-class Delays(ByPart[float]):
+class Delays(ValueByPart[float]):
     """Delay before each part is trained, as a share of all steps in [0, 1). The part's warm-up starts after the delay.
 
     A delay is useful because a module with random weights gets uninformative gradients until the rest of the model has
@@ -151,7 +152,7 @@ class Align(Fields):
             yield Fault("models.alignment_without_dataset", field="datasets")
         if not self.epochs > 0:
             yield Fault("models.not_positive", field="epochs", value=self.epochs)
-        yield from self.too_small(global_batch=1)
+        yield from self.check_minimums(global_batch=1)
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class MDPConfig(Fields):
     def faults(self) -> Iterator[Fault]:
         """Yield a fault if the list of layers is invalid, and for each number that is too small."""
         yield from layer_faults(self.vision_feature_layers)
-        yield from self.too_small(layers=1, heads=1, mlp_ratio=1, pos_embed_scale=0, init_gain=0)
+        yield from self.check_minimums(layers=1, heads=1, mlp_ratio=1, pos_embed_scale=0, init_gain=0)
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ class DifferenceConfig(Fields):
     def faults(self) -> Iterator[Fault]:
         """Yield a fault if the list of layers is invalid or the gain is negative."""
         yield from layer_faults(self.vision_feature_layers)
-        yield from self.too_small(init_gain=0)
+        yield from self.check_minimums(init_gain=0)
 
 
 ModuleConfig = MDPConfig | DifferenceConfig
@@ -278,7 +279,7 @@ def module_config(**values: Any) -> ModuleConfig:
     return DifferenceConfig(**values) if "kind" in values else MDPConfig(**values)
 
 
-class ByKind:
+class ModuleByKind:
     """Type annotation that tells pydantic which settings class the module's fields belong to.
 
     The schema is a plain dictionary, as pydantic's core schemas are, so that this file does not need to import
@@ -286,12 +287,16 @@ class ByKind:
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        def tag(values: Any) -> str:
+        def choose_class(values: Any) -> str:
             has_kind = "kind" in values if isinstance(values, Mapping) else hasattr(values, "kind")
             return "[DifferenceConfig]" if has_kind else "[MDPConfig]"
 
-        choices = {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)}
-        return {"type": "nullable", "schema": {"type": "tagged-union", "choices": choices, "discriminator": tag}}
+        choices = {
+            "[MDPConfig]": handler.generate_schema(MDPConfig),
+            "[DifferenceConfig]": handler.generate_schema(DifferenceConfig),
+        }
+        schema = {"type": "tagged-union", "choices": choices, "discriminator": choose_class}
+        return {"type": "nullable", "schema": schema}
 
 
 @dataclass(frozen=True)
@@ -353,7 +358,9 @@ class VDMConfig(Fields):
     @property
     def reading_layers(self) -> int:
         """Number of layers that read the images."""
-        return self.layers if self.cross_attention == "every" else -(-self.layers // 2)
+        if self.cross_attention == "every":
+            return self.layers
+        return math.ceil(self.layers / 2)
 
     def feature_layer(self, layer: int) -> int | None:
         """Return the index in `vision_feature_layers` for a layer of the module, or None if it reads no images."""
@@ -367,7 +374,9 @@ class VDMConfig(Fields):
     def faults(self) -> Iterator[Fault]:
         """Yield a fault for each invalid value and for each combination of values that is not supported."""
         yield from layer_faults(self.vision_feature_layers)
-        yield from self.too_small(tokens=1, layers=1, width=1, heads=1, mlp_ratio=1, init_gain=0, pos_embed_scale=0)
+        yield from self.check_minimums(
+            tokens=1, layers=1, width=1, heads=1, mlp_ratio=1, init_gain=0, pos_embed_scale=0
+        )
         if self.heads >= 1 and self.width % self.heads:
             yield Fault("models.heads_do_not_divide_width", field="heads", value=self.heads, width=self.width)
         feature_layers = len(self.vision_feature_layers)

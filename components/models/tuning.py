@@ -18,7 +18,7 @@ from m3diff.models.family import Family, Settings
 from m3diff.models.foreign_code import CheckpointError, read_json
 from m3diff.records.errors import ValueFault
 
-# Fields of adapter_config.json that `prepare` sets. All other fields have peft's defaults.
+# Fields of adapter_config.json that `prepare_for_training` sets. All other fields have peft's defaults.
 ADAPTER_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")
 # Fields in which peft records the origin of adapters. They do not affect the weights, so this project ignores them.
 ADAPTER_RECORDS = (
@@ -49,7 +49,7 @@ class TrainableGroup:
     delay: float = 0.0
 
 
-def prepare(model: Any, family: Family, settings: Settings) -> Any:
+def prepare_for_training(model: Any, family: Family, settings: Settings) -> Any:
     """Prepare a model for training: add LoRA adapters, set `requires_grad`, and return the model.
 
     If the rank is above 0, adapters are added to all parts with LoRA targets, except frozen parts.
@@ -59,14 +59,14 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
     Raises:
         ValueFault: a LoRA target does not match any linear layer.
     """
-    targets = {}
+    targets: dict[str, str] = {}
     if settings.lora.rank:
         targets = {part: target for part, target in family.lora_targets.items() if settings.rates[part] is not None}
     module_names = [name for name, _ in model.named_modules()]
     for part, target in targets.items():
         if not any(re.fullmatch(target, name) for name in module_names):
             raise ValueFault("models.no_linear_for_adapters", part=part, value=target)
-    adapted = model
+    adapted_model = model
     if targets:
         from peft import LoraConfig, get_peft_model
 
@@ -77,16 +77,16 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
             target_modules="|".join(targets.values()),
             bias="none",
         )
-        with without_renaming_warning():
+        with suppress_renaming_warning():
             # otherwise, peft would keep the adapters of a bf16 model in fp32
-            adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)
+            adapted_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = should_train(name, family, settings)
-    return adapted
+    return adapted_model
 
 
 @contextmanager
-def without_renaming_warning() -> Iterator[None]:
+def suppress_renaming_warning() -> Iterator[None]:
     """Suppress transformers' warning about a renamed property within the block.
 
     peft 0.21 uses the old name whenever it wraps a model, and transformers 5.23 prints a warning of four lines that
@@ -98,28 +98,28 @@ def without_renaming_warning() -> Iterator[None]:
 
 
 def read_adapter_config(path: Path) -> Any:
-    """Read the adapter_config.json of adapters that `prepare` created. Return it as a LoraConfig of peft.
+    """Read the adapter_config.json of adapters that `prepare_for_training` created. Return it as a LoraConfig of peft.
 
     peft's own function imports modules and downloads files that the fields refer to. This function reads only the
-    fields that `prepare` sets.
+    fields that `prepare_for_training` sets.
 
     Raises:
         CheckpointError: the file is not a valid adapter configuration, or another field differs from peft's default.
     """
     from peft import LoraConfig
 
-    stored = read_json(path)
-    if not isinstance(stored, dict):
+    fields = read_json(path)
+    if not isinstance(fields, dict):
         raise CheckpointError("models.no_fields_of_adapters", path=path)
     defaults = LoraConfig().to_dict()
-    for field, value in stored.items():
+    for field, value in fields.items():
         if field in ADAPTER_FIELDS or field in ADAPTER_RECORDS:
             continue
         # a field that the installed peft does not support is disabled if it is null, false or empty
         is_default = value == defaults[field] if field in defaults else not value
         if not is_default:
             raise CheckpointError("models.other_recipe_of_adapters", path=path, field=field, value=value)
-    return LoraConfig(**{field: stored[field] for field in ADAPTER_FIELDS if field in stored})
+    return LoraConfig(**{field: fields[field] for field in ADAPTER_FIELDS if field in fields})
 
 
 def meta_model(config: Any, family: Family, settings: Settings, precision: str = "fp32") -> Any:
@@ -129,7 +129,7 @@ def meta_model(config: Any, family: Family, settings: Settings, precision: str =
     """
     with torch.device("meta"):
         model = family.build(config)
-        prepare(model, family, settings)
+        prepare_for_training(model, family, settings)
     return model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
@@ -142,14 +142,14 @@ def should_train(name: str, family: Family, settings: Settings) -> bool:
         settings: settings of the family.
     """
     part = family.part_of(name)
-    if settings.rates[part] is None or name.startswith(family.frozen):
+    if settings.rates[part] is None or name.startswith(family.unused_parameters):
         return False
     target = family.lora_targets.get(part)
     if target is None:
         return True
     if settings.lora.rank:
         return is_adapter(name)
-    return part in family.whole_without_adapters or re.fullmatch(rf"({target})\.(weight|bias)", name) is not None
+    return part in family.whole_parts_without_adapters or re.fullmatch(rf"({target})\.(weight|bias)", name) is not None
 
 
 def is_adapter(name: str) -> bool:
@@ -169,16 +169,18 @@ def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> li
             delay = settings.delays.get(part, 0.0)
             parts_by_rate.setdefault((rate, delay), []).append(part)
 
-    trainable = [(name, weight) for name, weight in unwrapped(model).named_parameters() if weight.requires_grad]
     groups = []
     for (rate, delay), parts in parts_by_rate.items():
-        parameters = [parameter for name, parameter in trainable if family.part_of(name) in parts]
+        parameters = []
+        for name, parameter in unwrap_model(model).named_parameters():
+            if parameter.requires_grad and family.part_of(name) in parts:
+                parameters.append(parameter)
         if parameters:
             groups.append(TrainableGroup(parts=tuple(parts), lr=rate, parameters=parameters, delay=delay))
     return groups
 
 
-def unwrapped(model: nn.Module) -> Any:
+def unwrap_model(model: nn.Module) -> Any:
     """Return the model without peft's wrapper, but with its adapters."""
     return model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
 
@@ -192,7 +194,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 def trainable_names(model: nn.Module) -> list[str]:
     """Return the names of the trained parameters in the model without peft's wrapper."""
-    return [name for name, parameter in unwrapped(model).named_parameters() if parameter.requires_grad]
+    return [name for name, parameter in unwrap_model(model).named_parameters() if parameter.requires_grad]
 
 
 def parameter_counts(model: nn.Module, family: Family) -> dict[str, int]:
@@ -201,7 +203,7 @@ def parameter_counts(model: nn.Module, family: Family) -> dict[str, int]:
     Call this before the adapters are merged.
     """
     counts = {"trainable": 0, "frozen": 0} | dict.fromkeys(family.parts, 0)
-    for name, parameter in unwrapped(model).named_parameters():
+    for name, parameter in unwrap_model(model).named_parameters():
         part = family.part_of(name)
         size = getattr(parameter, "ds_numel", parameter.numel())  # with ZeRO 3, `numel` counts only a partition
         if parameter.requires_grad:
@@ -213,6 +215,6 @@ def parameter_counts(model: nn.Module, family: Family) -> dict[str, int]:
 
 
 @torch.no_grad()
-def merge(model: nn.Module) -> Any:
+def merge_adapters(model: nn.Module) -> Any:
     """Fold the adapters into the weights and return the model, which then does not need peft."""
-    return unwrapped(model.merge_and_unload() if is_adapted(model) else model)  # type: ignore[operator]
+    return model.merge_and_unload() if is_adapted(model) else model  # type: ignore[operator]

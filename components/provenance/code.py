@@ -2,7 +2,7 @@
 
 The imports are found without running the files. The stage `code` writes the digests to `code/<stage>.json`
 (file -> sha256), and the other stages have these files as dependencies. The digests are also part of a run's key
-(`key_of`), so that an interrupted run is resumed only with the same code. A digest does not depend on comments,
+(`compute_key`), so that an interrupted run is resumed only with the same code. A digest does not depend on comments,
 docstrings or formatting. Code of model families, datasets and metrics that the parameters do not select is left out.
 """
 
@@ -24,7 +24,7 @@ ROOT = PACKAGE_FOLDER.parent
 DIGEST_FOLDER = Path("code")
 
 
-def key_of(facts: Mapping[str, Any], module: Path, extra_modules: Iterable[str] = ()) -> str:
+def compute_key(facts: Mapping[str, Any], module: Path, extra_modules: Iterable[str] = ()) -> str:
     """Return the key of a run: a hash of everything that determines its result, including the code.
 
     Args:
@@ -33,14 +33,14 @@ def key_of(facts: Mapping[str, Any], module: Path, extra_modules: Iterable[str] 
         module: the file of the module that runs.
         extra_modules: dotted names of modules that `module` loads at run time without an import statement.
     """
-    content = json.dumps({**facts, "code": digests(module, extra_modules)}, sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    inputs = {**facts, "code": digest_code(module, extra_modules)}
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def edited_files(stage: str) -> list[str]:
     """Return the files of a stage whose digests differ from those in `code/<stage>.json`."""
-    current = current_digests(stage)
-    return [name for name, recorded in _recorded_digests(stage).items() if current[name] != recorded]
+    digests = current_digests(stage)
+    return [name for name, digest in _recorded_digests(stage).items() if digests[name] != digest]
 
 
 def current_digests(stage: str) -> dict[str, str]:
@@ -48,25 +48,25 @@ def current_digests(stage: str) -> dict[str, str]:
 
     The digest is "absent" if the file does not exist, and "broken" if it is not valid Python.
     """
-    current = {}
+    digests = {}
     for name in _recorded_digests(stage):
         try:
-            current[name] = digest(Path(name))
+            digests[name] = digest_file(Path(name))
         except FileNotFoundError:
-            current[name] = "absent"
+            digests[name] = "absent"
         except SyntaxError:
-            current[name] = "broken"
-    return current
+            digests[name] = "broken"
+    return digests
 
 
 def _recorded_digests(stage: str) -> dict[str, str]:
     file = DIGEST_FOLDER / f"{stage}.json"
     with data_error_if_unreadable(file, "provenance.unreadable_digests"):
-        recorded: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
-    return recorded
+        digests: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return digests
 
 
-def digests(module: Path, extra_modules: Iterable[str] = ()) -> dict[str, str]:
+def digest_code(module: Path, extra_modules: Iterable[str] = ()) -> dict[str, str]:
     """Return the digest of each file that a module can run, by its path relative to ROOT, sorted by path.
 
     These files are the module, the extra modules and all Python files under ROOT that they import. Indirect imports and
@@ -77,21 +77,21 @@ def digests(module: Path, extra_modules: Iterable[str] = ()) -> dict[str, str]:
         module: the file of the module.
         extra_modules: dotted names of modules that `module` loads at run time without an import statement.
     """
-    file_digests: dict[Path, str] = {}
-    pending = [module.resolve()]
+    digest_by_file: dict[Path, str] = {}
+    queue = [module.resolve()]
     for name in extra_modules:
-        pending += _files_of_import(name)
-    while pending:
-        file = pending.pop()
-        if file in file_digests:
+        queue += _files_of_import(name)
+    while queue:
+        file = queue.pop()
+        if file in digest_by_file:
             continue
-        file_digests[file], imported_names = _digest_and_imports(file.read_bytes())
+        digest_by_file[file], imported_names = _digest_and_imports(file.read_bytes())
         for name in imported_names:
-            pending += _files_of_import(name)
-    return {path.relative_to(ROOT).as_posix(): file_digest for path, file_digest in sorted(file_digests.items())}
+            queue += _files_of_import(name)
+    return {path.relative_to(ROOT).as_posix(): digest for path, digest in sorted(digest_by_file.items())}
 
 
-def digest(file: Path) -> str:
+def digest_file(file: Path) -> str:
     """Return the sha256 of a file's syntax tree without docstrings, comments and positions.
 
     The digest is the same on every version of Python that can parse the file.
@@ -99,7 +99,8 @@ def digest(file: Path) -> str:
     Raises:
         SyntaxError: the file is not valid Python.
     """
-    return _digest_and_imports(file.read_bytes())[0]
+    digest, _ = _digest_and_imports(file.read_bytes())
+    return digest
 
 
 @cache
@@ -112,21 +113,21 @@ def _digest_and_imports(source: bytes) -> tuple[str, list[str]]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return hashlib.sha256(repr(canonical(tree)).encode()).hexdigest(), names
+    return hashlib.sha256(repr(canonical_tree(tree)).encode()).hexdigest(), names
 
 
-def canonical(node: Any) -> Any:
+def canonical_tree(node: Any) -> Any:
     """Return a syntax tree as nested tuples, without docstrings, positions and empty fields.
 
     Two files have the same tuples if they differ only in comments, docstrings and formatting.
     """
     if isinstance(node, list):
-        return [canonical(item) for item in node if not is_docstring(item)]
+        return [canonical_tree(item) for item in node if not is_docstring(item)]
     if not isinstance(node, ast.AST):
         return node
     fields = []
     for name, value in ast.iter_fields(node):
-        canonical_value = canonical(value)
+        canonical_value = canonical_tree(value)
         if name not in ("kind", "type_comment") and canonical_value not in (None, []):
             fields.append((name, canonical_value))
     return (type(node).__name__, *fields)

@@ -87,7 +87,7 @@ class Lock:
         """Return the recorded hashes of a path by stage and kind: `{"train outs": md5, "predict deps": md5}`."""
         return {entry.stage_and_kind: entry.md5 for entry in self._entries() if entry.path == path}
 
-    def recorded(self, path: Path, stage_and_kind: str) -> str:
+    def recorded_hash(self, path: Path, stage_and_kind: str) -> str:
         """Return the hash that a stage recorded for a path, whatever is on disk now.
 
         Args:
@@ -102,7 +102,7 @@ class Lock:
             raise DataError("dvc.not_recorded", path=path, entry=stage_and_kind)
         return recorded_md5
 
-    def current(self, path: Path) -> str:
+    def verified_hash(self, path: Path) -> str:
         """Return DVC's hash of a path, and check that the files on disk match `dvc.lock`.
 
         If the path is a folder, every recorded path in that folder is checked too.
@@ -115,17 +115,17 @@ class Lock:
         if not entries or not path.exists():
             raise DataError("dvc.not_on_disk" if entries else "dvc.not_in_lock", path=path)
         paths = {path, *(entry.path for entry in entries)}
-        on_disk = {part: dvc_hash(part) for part in paths}
+        hashes_on_disk = {part: dvc_hash(part) for part in paths}
         for entry in entries:
-            if entry.md5 != on_disk[entry.path]:
+            if entry.md5 != hashes_on_disk[entry.path]:
                 raise DataError(
                     "dvc.differs_from_lock",
                     path=entry.path,
-                    value=on_disk[entry.path],
+                    value=hashes_on_disk[entry.path],
                     expected=entry.md5,
                     entry=entry.stage_and_kind,
                 )
-        return on_disk[path]
+        return hashes_on_disk[path]
 
     def params(self, datasets: Collection[str]) -> dict[str, Any]:
         """Return the parameters that the stages ran with, by section.
@@ -137,10 +137,10 @@ class Lock:
         params: dict[str, Any] = {}
         for stage in self.stages:
             if "@" not in stage or stage.partition("@")[2] in datasets:
-                params |= self.ran_with(stage)
+                params |= self.stage_params(stage)
         return params
 
-    def ran_with(self, stage: str) -> dict[str, Any]:
+    def stage_params(self, stage: str) -> dict[str, Any]:
         """Return the parameters that a stage ran with, by section. Empty if it has no parameters or never ran."""
         return self.stages.get(stage, {}).get("params", {}).get("params.yaml", {})
 
@@ -173,9 +173,9 @@ def dvc_hash(path: Path) -> str:
     return _hash_of_list({file.relative_to(path).as_posix(): md5(file) for file in files})
 
 
-def _hash_of_list(files: Mapping[str, str]) -> str:
-    listed = [{"md5": files[name], "relpath": name} for name in sorted(files)]
-    return hashlib.md5(json.dumps(listed, sort_keys=True).encode()).hexdigest() + ".dir"
+def _hash_of_list(md5_by_name: Mapping[str, str]) -> str:
+    entries = [{"md5": md5_by_name[name], "relpath": name} for name in sorted(md5_by_name)]
+    return hashlib.md5(json.dumps(entries, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
 def object_file(cache: Path, hash_: str) -> Path:
@@ -183,7 +183,7 @@ def object_file(cache: Path, hash_: str) -> Path:
     return cache / "files" / "md5" / hash_[:2] / hash_[2:]
 
 
-def listing(cache: Path, hash_: str) -> dict[str, str]:
+def read_file_list(cache: Path, hash_: str) -> dict[str, str]:
     """Read a folder's file list from DVC's cache and return the MD5 of each file by relative path.
 
     Return an empty dict if the list is not in the cache, or if the hash belongs to a file.
@@ -216,11 +216,14 @@ def read_lock(commit: str) -> Lock:
 
 def hash_in_git(commit: str, path: Path) -> str | None:
     """Return DVC's hash of a file or folder that git tracks in a commit, or None if the commit does not have it."""
-    names = git("ls-tree", "-r", "--name-only", commit, "--", path.as_posix()).splitlines()
-    files = {Path(name): hashlib.md5(read_from_commit(commit, Path(name)) or b"").hexdigest() for name in names}
-    if path in files or not files:
-        return files.get(path)
-    return _hash_of_list({file.relative_to(path).as_posix(): file_md5 for file, file_md5 in files.items()})
+    md5_by_file = {}
+    for name in git("ls-tree", "-r", "--name-only", commit, "--", path.as_posix()).splitlines():
+        file = Path(name)
+        content = read_from_commit(commit, file) or b""
+        md5_by_file[file] = hashlib.md5(content).hexdigest()
+    if path in md5_by_file or not md5_by_file:
+        return md5_by_file.get(path)
+    return _hash_of_list({file.relative_to(path).as_posix(): file_md5 for file, file_md5 in md5_by_file.items()})
 
 
 def tracked_outputs(commit: str, lock: Lock) -> dict[Path, str]:
@@ -315,12 +318,12 @@ def write_settings(tree: Path, checkout: Path, **sections: Mapping[str, str]) ->
     from configobj import ConfigObj  # installed with DVC, which is part of the extra `flow`
 
     settings = ConfigObj(encoding="utf-8", interpolation=False)  # DVC itself writes only ASCII
-    committed = ConfigObj(str(tree / ".dvc" / "config"), encoding="utf-8", interpolation=False)
-    local = ConfigObj(str(checkout / ".dvc" / "config.local"), encoding="utf-8", interpolation=False)
+    shared_settings = ConfigObj(str(tree / ".dvc" / "config"), encoding="utf-8", interpolation=False)
+    local_settings = ConfigObj(str(checkout / ".dvc" / "config.local"), encoding="utf-8", interpolation=False)
     layers = [
-        dict(_absolute_paths(committed, checkout)),
-        dict(local.items()),
-        dict(_absolute_paths(local, checkout)),
+        dict(_absolute_paths(shared_settings, checkout)),
+        dict(local_settings.items()),
+        dict(_absolute_paths(local_settings, checkout)),
         sections,
     ]
     for layer in layers:
@@ -339,15 +342,15 @@ def _absolute_paths(settings: Mapping[str, Mapping[str, str]], checkout: Path) -
     for section in settings:
         if not section.strip("'").startswith("remote "):
             continue
-        absolute = {}
+        absolute_paths = {}
         for name, value in settings[section].items():
             if not isinstance(value, str):
                 continue
             if name in REMOTE_PATHS and not re.match(r"\w+://|~", value):
-                absolute[name] = os.path.abspath(checkout / ".dvc" / value)
+                absolute_paths[name] = os.path.abspath(checkout / ".dvc" / value)
             elif name == "ssl_verify" and os.path.isfile(checkout / value):
-                absolute[name] = os.path.abspath(checkout / value)
-        yield section, absolute
+                absolute_paths[name] = os.path.abspath(checkout / value)
+        yield section, absolute_paths
 
 
 # Checks before and after a stage, so that DVC records the code and parameters that ran
@@ -399,14 +402,15 @@ def require_unchanged_inputs() -> Iterator[None]:
     stale_files = [] if stage == "code" else edited_files(stage)
     if stale_files:
         raise ParamsError("dvc.stale_digests", path=DIGEST_FOLDER / f"{stage}.json", file=stale_files[0])
-    before = watched_inputs(stage)
+    inputs_before = watched_inputs(stage)
     yield
-    after = watched_inputs(stage)
-    changes = [
-        f"{name} {before.get(name, 'absent')} -> {after.get(name, 'absent')}"
-        for name in before | after
-        if before.get(name) != after.get(name)
-    ]
+    inputs_after = watched_inputs(stage)
+    changes = []
+    for name in inputs_before | inputs_after:
+        old = inputs_before.get(name, "absent")
+        new = inputs_after.get(name, "absent")
+        if old != new:
+            changes.append(f"{name} {old} -> {new}")
     if changes:
         raise ParamsError("dvc.edited_while_stage_ran", stage=stage, changes=changes)
 
@@ -425,20 +429,23 @@ def watched_inputs(stage: str) -> dict[str, str]:
     params = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
     definition = graph[name].get("do", graph[name])
 
-    def resolved(kind: str) -> list[str]:
+    def resolve_references(kind: str) -> list[str]:
         """Return the stage's `params` or `deps` in dvc.yaml, with references to parameters replaced by their values.
 
         Entries that refer to `item` are left out.
         """
-        texts = [text for text in definition[kind] if "item." not in text]
-        names = params | {"key": dataset}
-        return [REFERENCE.sub(lambda match: str(lookup(names, match[1])), text) for text in texts]
+        values = params | {"key": dataset}
+        texts = []
+        for text in definition[kind]:
+            if "item." not in text:
+                texts.append(REFERENCE.sub(lambda match: str(lookup(values, match[1])), text))
+        return texts
 
     inputs = {}
-    for key in resolved("params"):
-        for leaf, value in leaves(key, lookup(params, key)):
-            inputs[leaf] = json.dumps(value, default=str)
-    for path in map(Path, resolved("deps")):
+    for key in resolve_references("params"):
+        for leaf_key, value in flatten_mapping(key, lookup(params, key)):
+            inputs[leaf_key] = json.dumps(value, default=str)
+    for path in map(Path, resolve_references("deps")):
         if path.parts[0] in WATCHED_FOLDERS:
             inputs |= _hashes_of_files(path)
     if stage != "code":
@@ -456,7 +463,7 @@ def _hashes_of_files(path: Path) -> dict[str, str]:
     return {str(file): sha256(file)[:12] for file in files if file.is_file() and "__pycache__" not in file.parts}
 
 
-def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flatten_mapping(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the dotted path and value of each leaf in nested mappings.
 
     Args:
@@ -465,6 +472,6 @@ def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from leaves(f"{path}.{key}", inner)
+            yield from flatten_mapping(f"{path}.{key}", inner)
     else:
         yield path, value

@@ -160,8 +160,8 @@ def require_own_repository() -> None:
 def _repository_fault() -> Fault | None:
     folder = git("rev-parse", "--show-prefix").rstrip("/")
     if folder:
-        split = f"git subtree split --prefix={shell_word(folder)} --branch=alone"
-        command = f"{split} && git clone --branch=alone . FOLDER"
+        split_command = f"git subtree split --prefix={shell_word(folder)} --branch=alone"
+        command = f"{split_command} && git clone --branch=alone . FOLDER"
         return Fault("git.larger_repository", path=Path.cwd(), folder=folder, command=command)
     if git("rev-parse", "--show-superproject-working-tree"):
         return Fault("git.submodule", path=Path.cwd(), command=f"git clone {shell_word(Path.cwd())} FOLDER")
@@ -198,6 +198,6 @@ def process_lock(name: str, cwd: Path | None = None) -> Iterator[None]:
         try:
             lock_exclusively(lock, wait=False)
         except BlockingIOError:
-            print(f"{name}: waiting for another one on this machine to end", flush=True)
+            print(f"{name}: waiting until another {name} on this machine has ended", flush=True)
             lock_exclusively(lock)
         yield

@@ -49,16 +49,16 @@ def read_lineage(params: Params, lock: Lock) -> dict[str, str]:
     adapters = find_adapters(params.register_, checkpoint)
     results = (paths.report / "report.html", paths.report / "scores.parquet")
     for logged_path in (paths.predictions, paths.model / "curves.csv", *results):
-        lock.current(logged_path)
+        lock.verified_hash(logged_path)
     tags = {
-        CHECKPOINT_TAG: lock.current(checkpoint),
-        CODE_TAG: lock.current(PREDICT_CODE_DIGESTS),
+        CHECKPOINT_TAG: lock.verified_hash(checkpoint),
+        CODE_TAG: lock.verified_hash(PREDICT_CODE_DIGESTS),
         TOKEN_LIMIT_TAG: str(lock.params(())["predict"]["max_new_tokens"]),
-        "dvc.data": lock.current(paths.mixture / "train"),  # training samples
-        "dvc.val_data": lock.current(paths.mixture / "val"),
-        "dvc.base": lock.current(base),  # pre-trained model in the working tree
+        "dvc.data": lock.verified_hash(paths.mixture / "train"),  # training samples
+        "dvc.val_data": lock.verified_hash(paths.mixture / "val"),
+        "dvc.base": lock.verified_hash(base),  # pre-trained model in the working tree
         "base.sha256": json.loads(manifest.read_text())["base_sha256"],  # pre-trained model that train loaded
-        "dvc.metrics": lock.current(paths.report / "metrics.json"),
+        "dvc.metrics": lock.verified_hash(paths.report / "metrics.json"),
         "dvc.lock.sha256": lock.sha256,
         "test_set.sha256": hash_test_set(paths),
         "git.commit": git("rev-parse", "HEAD"),
@@ -69,7 +69,7 @@ def read_lineage(params: Params, lock: Lock) -> dict[str, str]:
     }
     for name, entry in params.ingest.datasets.items():
         # Use the hash that ingest recorded, because the raw data may have changed since
-        tags[f"{RAW_DATA_PREFIX}{name}"] = lock.recorded(entry.root, f"ingest@{name} deps")
+        tags[f"{RAW_DATA_PREFIX}{name}"] = lock.recorded_hash(entry.root, f"ingest@{name} deps")
     return {tag: value for tag, value in tags.items() if value is not None}
 
 

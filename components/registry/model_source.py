@@ -49,7 +49,7 @@ def find(tracking_uri: str, model_name: str, model: str, base: Path, max_new_tok
     folder = Path(model)
     version = None if folder.is_dir() else _find_version(tracking_uri, model_name, model)
     # Imported here because this module imports torch, which would delay the error for a missing version
-    from m3diff.models.checkpoint import is_adapters, read_manifest
+    from m3diff.models.checkpoint import has_only_adapters, read_manifest
 
     if version is None:
         if (folder / "checkpoint").is_dir():
@@ -65,7 +65,7 @@ def find(tracking_uri: str, model_name: str, model: str, base: Path, max_new_tok
         name=f"{model_name}/{name}",
         folder=folder,
         max_new_tokens=max_new_tokens,
-        base=base if is_adapters(folder) else None,
+        base=base if has_only_adapters(folder) else None,
     )
 
 

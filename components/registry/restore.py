@@ -79,7 +79,7 @@ def check_restored(folder: Path, commit: str, lock: Lock, tags: Mapping[str, str
         yield compare_hashes("data", path, expected_hash, restored_hashes[path])
     values = yaml.safe_load((folder / "params.yaml").read_text(encoding="utf-8"))
     for stage in dvc.current_stages(commit, lock):
-        changed_names = [name for name, value in lock.ran_with(stage).items() if lookup(values, name) != value]
+        changed_names = [name for name, value in lock.stage_params(stage).items() if lookup(values, name) != value]
         if changed_names:
             yield LineageCheck(
                 "parameters", stage, "", "differs", f"ran with other values of {', '.join(changed_names)}"

@@ -19,7 +19,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from m3diff.provenance import dvc
-from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, listing, tracked_outputs
+from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, read_file_list, tracked_outputs
 from m3diff.provenance.git import find_commit, git, read_from_commit
 from m3diff.records.errors import DataError
 from m3diff.registry.lineage import CODE_TAG, PREDICT_CODE_DIGESTS, RAW_DATA_PREFIX
@@ -168,12 +168,12 @@ def chain_links(tags: Mapping[str, str], lock: Lock) -> Iterator[ChainLink]:
     for raw_tag in sorted(raw_tags):
         name = raw_tag.removeprefix(RAW_DATA_PREFIX)
         stage = f"ingest@{name}"
-        root = lock.ran_with(stage).get(f"ingest.datasets.{name}", {}).get("root", name)
+        root = lock.stage_params(stage).get(f"ingest.datasets.{name}", {}).get("root", name)
         yield ChainLink("raw data", Path(root), f"{stage} deps", raw_tag)
         yield ChainLink("records", lock.output(stage, name), f"{stage} outs", None)
     for output in OUTPUTS:
         if output.stage == "train":
-            yield ChainLink("base", Path(lock.ran_with("train")["train"]["base"]), "train deps", "dvc.base")
+            yield ChainLink("base", Path(lock.stage_params("train")["train"]["base"]), "train deps", "dvc.base")
             yield ChainLink("model code", PREDICT_CODE_DIGESTS, "predict deps", CODE_TAG)
         path = lock.output(output.stage, output.name)
         yield ChainLink(output.part, path, f"{output.stage} outs", output.tag)
@@ -194,7 +194,7 @@ def check_stored_model(version: ModelVersion, cache: Path) -> Iterator[LineageCh
         note = "MLflow's copy, only adapters"
     location = f"models:/{version.name}/{version.version}"
     yield compare_hashes("stored model", location, expected_hash, stored_hash, note)
-    checkpoint_files = listing(cache, tags.get(CHECKPOINT_TAG, ""))
+    checkpoint_files = read_file_list(cache, tags.get(CHECKPOINT_TAG, ""))
     manifest = dvc.object_file(cache, checkpoint_files.get("manifest.json", "none"))
     if manifest.is_file():
         base_hash = json.loads(manifest.read_text()).get("base_sha256")
@@ -271,7 +271,7 @@ def check_cached_object(cache: Path, hash_: str, rehash: bool) -> tuple[Outcome,
         damage = dvc.fault_of_object(file, hash_)
         if damage is not None:
             return "differs", str(damage)
-    for name, md5 in listing(cache, hash_).items():
+    for name, md5 in read_file_list(cache, hash_).items():
         outcome, note = check_cached_object(cache, md5, rehash)
         if outcome != "ok":
             return outcome, f"{name}: {note}"

@@ -19,7 +19,7 @@ from typing import Any
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.provenance import git
-from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, listing, md5, object_file, read_lock, run_dvc
+from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, md5, object_file, read_file_list, read_lock, run_dvc
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.files import sha256
 from m3diff.registry.local_store import read_stored_tags
@@ -140,11 +140,11 @@ class TrainingRecord:
             stage_name, _, dataset = stage.partition("@")
             if stage_name != "augment":
                 continue
-            settings = self.lock.ran_with(stage).get(f"augment.{dataset}")
+            settings = self.lock.stage_params(stage).get(f"augment.{dataset}")
             if settings:
                 sources[os.path.normpath(settings["root"])] = settings["source"]
         readers = {}
-        entries = self.lock.ran_with("convert").get("ingest.datasets") or {}
+        entries = self.lock.stage_params("convert").get("ingest.datasets") or {}
         for name, entry in entries.items():
             source = entry
             for _ in range(len(sources)):  # a `while` loop would not end if two sources named each other
@@ -194,7 +194,7 @@ class TrainingRecord:
 
     def _recorded_file(self, path: Path, entry: str) -> Path:
         """Return the path of a file with the recorded content, either on disk or in DVC's cache."""
-        recorded_hash = self.lock.recorded(path, entry)
+        recorded_hash = self.lock.recorded_hash(path, entry)
         file = self.root / path
         if file.is_file() and md5(file) == recorded_hash:
             return file
@@ -336,7 +336,7 @@ def _has_recorded_content(record: TrainingRecord, checkpoint: Path) -> bool:
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     if size <= MAX_HASHED_BYTES:
         return dvc_hash(checkpoint) == recorded_hash
-    recorded_manifest = listing(record.root / ".dvc" / "cache", recorded_hash).get("manifest.json")
+    recorded_manifest = read_file_list(record.root / ".dvc" / "cache", recorded_hash).get("manifest.json")
     return recorded_manifest == md5(checkpoint / "manifest.json")
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from m3diff.settings.section import Section, one_of
+from m3diff.settings.section import Section, name_validator
 
 
 class Gpu(NamedTuple):
@@ -67,12 +67,17 @@ def gpu_of(device_name: str) -> Gpu | None:
     Args:
         device_name: name of the device in torch, such as `NVIDIA H100 80GB HBM3`.
     """
-    words = set(re.split(r"[\s-]+", device_name.upper()))
-    if words & SMALLER_CHIP_WORDS:
+    device_words = set(re.split(r"[\s-]+", device_name.upper()))
+    if device_words & SMALLER_CHIP_WORDS:
         return None
-    model_words = {gpu: set(gpu.name.upper().split("-")[:-1]) for gpu in GPUS.values()}  # excludes the memory
-    matching = [gpu for gpu in GPUS.values() if model_words[gpu] <= words]
-    return max(matching, key=lambda gpu: len(model_words[gpu]), default=None)
+    best_gpu = None
+    best_words: set[str] = set()
+    for gpu in GPUS.values():
+        *words, _ = gpu.name.upper().split("-")  # without the memory size
+        if device_words.issuperset(words) and len(words) > len(best_words):
+            best_gpu = gpu
+            best_words = set(words)
+    return best_gpu
 
 
 class Compute(Section):
@@ -90,7 +95,7 @@ class Compute(Section):
     gpu: bool
     """If true, workers and the server use GPUs."""
 
-    gpu_kind: Annotated[str, one_of(GPUS)] | None
+    gpu_kind: Annotated[str, name_validator(GPUS)] | None
     """Kind of GPU for which `m3diff plan` estimates a run, a key of GPUS. null means unknown. Training ignores this
     setting and uses the GPUs that it finds."""
 

@@ -24,10 +24,10 @@ from m3diff.provenance.dvc import lookup
 from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
 from m3diff.settings.rules import RULES
-from m3diff.settings.section import ParamsError, explain, fields_of_name
+from m3diff.settings.section import ParamsError, faults_of_validation_error, fields_of_name
 from m3diff.settings.tree import Params
 
-EXTENDS = "extends"
+EXTENDS_KEY = "extends"
 # Keys of the collections of named entries, which a profile replaces as a whole
 REPLACED_COLLECTIONS = (
     ("ingest", "datasets"),
@@ -37,8 +37,8 @@ REPLACED_COLLECTIONS = (
     ("promote", "guards"),
 )
 
-FIELDS = "profiles/embedded.yaml says what each value is."
-DIGEST = re.compile(r"^# Digest of the lines below: ([0-9a-f]{64})\n", re.MULTILINE)
+FIELDS_HINT = "profiles/embedded.yaml says what each value is."
+DIGEST_LINE = re.compile(r"^# Digest of the lines below: ([0-9a-f]{64})\n", re.MULTILINE)
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -95,44 +95,47 @@ def _tab_fault(text: str, error: Exception) -> Fault | None:
     return Fault("settings.tab_indents", line=mark.line + 1)
 
 
-def resolve(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+def resolve_profile(path: Path, extending_files: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the values of a parameter file, merged with the file that it extends.
 
     Args:
         path: the parameter file.
-        extending: the files that extend this file, outermost first.
+        extending_files: the files that extend this file, outermost first.
 
     Raises:
         ParamsError: a file is missing or invalid, or files extend each other in a circle.
     """
-    if path in extending:
-        raise ParamsError("settings.profiles_in_a_circle", path=extending[-1], value=path.stem)
+    if path in extending_files:
+        raise ParamsError("settings.profiles_in_a_circle", path=extending_files[-1], value=path.stem)
     values = read_yaml(path)
-    base_name = values.get(EXTENDS)
+    base_name = values.get(EXTENDS_KEY)
     if base_name is None:
         return values
     base = path.parent / f"{base_name}.yaml"
     if not base.is_file():
         raise ParamsError("settings.no_file_to_extend", path=path, value=base_name, file=base)
-    return merge_profile(resolve(base, (*extending, path)), values)
+    return merge_profile(resolve_profile(base, (*extending_files, path)), values)
 
 
 def merge_profile(base: dict[str, Any], profile: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a complete file with the changes of a profile applied."""
-    merged = _merge(base, {key: value for key, value in profile.items() if key != EXTENDS})
-    ingested = lookup(merged, "ingest.datasets")
+    merged = _merge_values(base, {key: value for key, value in profile.items() if key != EXTENDS_KEY})
+    ingested_datasets = lookup(merged, "ingest.datasets")
     for section in ("synthesize", "augment"):
-        inherited = merged.get(section)
-        if section not in profile and isinstance(inherited, dict) and isinstance(ingested, dict):
-            merged[section] = {name: entry for name, entry in inherited.items() if name in ingested}
+        inherited_entries = merged.get(section)
+        if section not in profile and isinstance(inherited_entries, dict) and isinstance(ingested_datasets, dict):
+            merged[section] = {name: entry for name, entry in inherited_entries.items() if name in ingested_datasets}
     return merged
 
 
-def _merge(base: Any, overlay: Any, keys: tuple[str, ...] = ()) -> Any:
+def _merge_values(base: Any, overlay: Any, keys: tuple[str, ...] = ()) -> Any:
     """Return the values at `keys` after applying a profile. Only mappings that are not collections are merged."""
     if keys in REPLACED_COLLECTIONS or not isinstance(base, dict) or not isinstance(overlay, dict):
         return overlay
-    return base | {key: _merge(base.get(key), value, (*keys, key)) for key, value in overlay.items()}
+    merged = dict(base)
+    for key, value in overlay.items():
+        merged[key] = _merge_values(base.get(key), value, (*keys, key))
+    return merged
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
@@ -145,12 +148,14 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         ParamsError: the file is missing, is not a YAML mapping, or breaks a rule. Its field `faults` lists all faults
             of individual values. If each value is valid, it lists all faults of combinations of values.
     """
-    raw = resolve(path)
+    raw = resolve_profile(path)
+    faults: list[Fault] = []
     try:
         params = Params.model_validate(raw)
-        faults = [fault for rule in RULES for fault in rule(params)]
+        for rule in RULES:
+            faults += rule(params)
     except ValidationError as error:
-        faults = explain(error, raw, Params)
+        faults = faults_of_validation_error(error, raw, Params)
     if not faults:
         return params
     distinct_faults = list(dict.fromkeys(faults))
@@ -164,7 +169,7 @@ def profile_files(folder: Path) -> Iterator[Path]:
     """Yield the profiles in a folder. YAML files without parameters, such as lists of questions, are skipped."""
     for path in sorted(folder.glob("*.yaml")):
         keys = read_yaml(path).keys()
-        if EXTENDS in keys or "paths" in keys:
+        if EXTENDS_KEY in keys or "paths" in keys:
             yield path
 
 
@@ -180,7 +185,7 @@ def find_profile(name: str, folder: Path) -> Path:
     return profiles[name]
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def list_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield a line for each value that differs, such as `train.epochs: 5 -> 1`.
 
     For a mapping that was removed, yield a single line such as `synthesize.x: removed`.
@@ -191,19 +196,19 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> I
         prefix: key of these values followed by a dot, or an empty string for all parameters.
     """
     for key in old | new:
-        before = old.get(key)
-        after = new.get(key)
-        if before and isinstance(before, dict) and key not in new:
+        old_value = old.get(key)
+        new_value = new.get(key)
+        if old_value and isinstance(old_value, dict) and key not in new:
             yield f"{prefix}{key}: removed"
-        elif isinstance(before, dict) and isinstance(after, dict):
-            yield from differences(before, after, f"{prefix}{key}.")
-        elif before != after or (key in old) != (key in new):
-            old_text = _on_one_line(before) if key in old else "-"
-            new_text = _on_one_line(after) if key in new else "-"
+        elif isinstance(old_value, dict) and isinstance(new_value, dict):
+            yield from list_differences(old_value, new_value, f"{prefix}{key}.")
+        elif old_value != new_value or (key in old) != (key in new):
+            old_text = _format_value(old_value) if key in old else "-"
+            new_text = _format_value(new_value) if key in new else "-"
             yield f"{prefix}{key}: {old_text} -> {new_text}"
 
 
-def _on_one_line(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1180).split("\n")[0]
 
 
@@ -225,35 +230,36 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
         ParamsError: the folder does not contain the profile, or the profile is invalid.
     """
     source = find_profile(name, folder)
-    values = resolve(source)
+    values = resolve_profile(source)
     lines: list[str] = []
     old_values: dict[str, Any] | None = None
     if target.is_file():
         with suppress(ParamsError):  # an invalid file cannot be compared, but it is copied anyway
-            old_values = resolve(target)
-        if not is_as_written(target):
-            values_of_profiles = [resolve(path) for path in profile_files(folder)]
+            old_values = resolve_profile(target)
+        if not is_unedited(target):
+            values_of_profiles = [resolve_profile(path) for path in profile_files(folder)]
             if old_values not in values_of_profiles:
-                copy = keep_copy(target)
+                copy = back_up(target)
                 lines.append(f"{target} differs from every profile; a copy of it is {copy}")
     write_atomic(target, resolved_text(source))
     if not old_values:
         lines.append(f"{target} is written")
     elif old_values != values:
-        lines += differences(old_values, values)
+        lines += list_differences(old_values, values)
     return lines
 
 
-def is_as_written(target: Path) -> bool:
+def is_unedited(target: Path) -> bool:
     """Return whether the file is unchanged since `m3diff profile` wrote it. Later changes of profiles do not matter."""
-    parts = re.split(DIGEST, target.read_text(encoding="utf-8", errors="replace"), maxsplit=1)
-    if len(parts) == 1:  # the file does not contain a line with a digest
+    text = target.read_text(encoding="utf-8", errors="replace")
+    digest_line = DIGEST_LINE.search(text)
+    if digest_line is None:
         return False
-    _, digest, body = parts
-    return digest == _digest_of(body)
+    body = text[digest_line.end() :]
+    return digest_line[1] == _digest_text(body)
 
 
-def keep_copy(target: Path) -> Path:
+def back_up(target: Path) -> Path:
     """Copy a file within its folder and return the copy. The name includes a hash, so equal files share one copy."""
     content = target.read_bytes()
     copy = target.with_name(f"{target.name}.bak-{hashlib.sha256(content).hexdigest()[:12]}")
@@ -269,14 +275,16 @@ def resolved_text(source: Path) -> str:
     section is a paragraph.
     """
     text = source.read_text(encoding="utf-8")
-    if EXTENDS not in read_yaml(source):
+    if EXTENDS_KEY not in read_yaml(source):
         return text
-    head_lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True))
-    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n"
-    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=118) for key, value in resolve(source).items()]
-    body = "#\n" + "".join(head_lines) + "\n" + "\n".join(sections)
-    return f"{title}# Digest of the lines below: {_digest_of(body)}\n{body}"
+    comment_lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True))
+    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS_HINT}\n"
+    sections = []
+    for key, value in resolve_profile(source).items():
+        sections.append(yaml.safe_dump({key: value}, sort_keys=False, width=118))
+    body = "#\n" + "".join(comment_lines) + "\n" + "\n".join(sections)
+    return f"{title}# Digest of the lines below: {_digest_text(body)}\n{body}"
 
 
-def _digest_of(text: str) -> str:
+def _digest_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

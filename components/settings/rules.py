@@ -20,28 +20,33 @@ from m3diff.models import FAMILIES
 from m3diff.records.errors import Fault, shell_word
 from m3diff.scoring.metrics import METRICS, choose_metrics, gate_metrics, with_characters
 from m3diff.scoring.protocols import protocols_of
-from m3diff.settings.section import ParamsError, Section, below, explain, fields_of_name
+from m3diff.settings.section import ParamsError, Section, faults_of_validation_error, fields_of_name, prefix_key
 from m3diff.settings.tree import Params
 from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
 
 
-def datasets(params: Params) -> Iterator[Fault]:
+def check_datasets(params: Params) -> Iterator[Fault]:
     """Check each dataset: reader options, splits used for training, published counts, and questions for its task."""
     questions = read_mapping(params.convert.questions, yaml.safe_load)  # questions by task
     for name, entry in params.ingest.datasets.items():
         key = f"ingest.datasets.{name}"
         spec = DATASETS[entry.reader]
-        yield from wrong_options(key, entry.reader, entry.options)
-        yield from both_named_and_drawn(key, entry.options)
+        yield from faults_of_options(key, entry.reader, entry.options)
+        yield from faults_of_drawn_split(key, entry.options)
         original = DATASETS[original_reader(params, name)]
-        forbidden = [split for split in entry.train_on if split in original.never_train]
-        if forbidden:
-            yield Fault("settings.split_never_trains", key=f"{key}.train_on", dataset=original.title, names=forbidden)
+        forbidden_splits = [split for split in entry.train_on if split in original.never_train]
+        if forbidden_splits:
+            yield Fault(
+                "settings.split_never_trains",
+                key=f"{key}.train_on",
+                dataset=original.title,
+                names=forbidden_splits,
+            )
         if entry.expected_pairs == "published" and spec.part(name) is None:
-            parts = [part.part for part in spec.published]
+            part_names = [part.part for part in spec.published]
             counts_key = f"{key}.expected_pairs"
-            if parts:
-                yield Fault("settings.counts_of_other_names", key=counts_key, value=name, names=parts)
+            if part_names:
+                yield Fault("settings.counts_of_other_names", key=counts_key, value=name, names=part_names)
             else:
                 yield Fault("settings.no_published_counts", key=counts_key, value=name)
         if questions is not None:
@@ -83,7 +88,7 @@ def read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | No
     return content if isinstance(content, dict) else None
 
 
-def both_named_and_drawn(key: str, options: Mapping[str, Any]) -> Iterator[Fault]:
+def faults_of_drawn_split(key: str, options: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault if the options both name the splits and draw them at random, which the reader rejects.
 
     Args:
@@ -97,10 +102,10 @@ def both_named_and_drawn(key: str, options: Mapping[str, Any]) -> Iterator[Fault
         columns = {}
     fault = fault_of_drawn_split(options.get("manifest"), columns, options.get("splits"))
     if fault is not None:
-        yield below(f"{key}.options", fault)
+        yield prefix_key(f"{key}.options", fault)
 
 
-def wrong_options(key: str, reader: str, options: Mapping[str, Any]) -> Iterator[Fault]:
+def faults_of_options(key: str, reader: str, options: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield the faults in the options of a reader, which are the arguments of its function after `root`.
 
     Args:
@@ -114,7 +119,7 @@ def wrong_options(key: str, reader: str, options: Mapping[str, Any]) -> Iterator
     try:
         options_class.model_validate(options)
     except ValidationError as error:
-        yield from explain(error, options, options_class, f"{key}.options")
+        yield from faults_of_validation_error(error, options, options_class, f"{key}.options")
 
 
 def original_reader(params: Params, name: str) -> str:
@@ -122,10 +127,11 @@ def original_reader(params: Params, name: str) -> str:
 
     For synthetic data, this is the reader of the original dataset that the data was made from, directly or indirectly.
     """
-    source_of = {Path(os.path.abspath(entry.root)): entry.source for entry in params.augment.values()}
+    source_by_root = {Path(os.path.abspath(entry.root)): entry.source for entry in params.augment.values()}
     dataset: Any = params.ingest.datasets[name]
-    for _ in range(len(source_of) + 1):  # limits the search, because entries may be made from each other in a circle
-        source = source_of.get(Path(os.path.abspath(dataset.root)))
+    # the number of steps is limited, because entries may be made from each other in a circle
+    for _ in range(len(source_by_root) + 1):
+        source = source_by_root.get(Path(os.path.abspath(dataset.root)))
         if dataset.reader != "pairs" or source is None:
             break
         dataset = source
@@ -143,7 +149,7 @@ def entries_by_original_reader(params: Params) -> dict[str, DatasetEntry]:
     return entries
 
 
-def generators(params: Params) -> Iterator[Fault]:
+def check_generators(params: Params) -> Iterator[Fault]:
     """Check that generated datasets are ingested from the folders that they are written to.
 
     Their readers must be able to generate datasets.
@@ -165,16 +171,17 @@ def generators(params: Params) -> Iterator[Fault]:
             yield Fault("settings.generated_elsewhere", key=root_key, value=settings.root, expected=entry.root)
 
 
-def made_datasets(params: Params) -> Iterator[Fault]:
+def check_synthetic_datasets(params: Params) -> Iterator[Fault]:
     """Check that synthetic datasets are ingested as they are written, and that their sources are valid."""
     for name, entry in params.augment.items():
         key = f"augment.{name}"
-        ingested = params.ingest.datasets.get(name)
-        if ingested is None:
+        ingested_entry = params.ingest.datasets.get(name)
+        if ingested_entry is None:
             yield Fault("settings.entry_not_ingested", key=key)
         else:
-            is_read_by_pairs = ingested.reader == "pairs" and ingested.options.get("manifest") == entry.manifest
-            if not is_read_by_pairs or ingested.root != entry.root:
+            reads_manifest = ingested_entry.options.get("manifest") == entry.manifest
+            is_same_folder = ingested_entry.root == entry.root
+            if ingested_entry.reader != "pairs" or not reads_manifest or not is_same_folder:
                 yield Fault(
                     "settings.other_dataset_ingested",
                     key=key,
@@ -182,7 +189,7 @@ def made_datasets(params: Params) -> Iterator[Fault]:
                     root=entry.root,
                     manifest=entry.manifest,
                 )
-        yield from wrong_options(f"{key}.source", entry.source.reader, entry.source.options)
+        yield from faults_of_options(f"{key}.source", entry.source.reader, entry.source.options)
         if entry.kind == "edits" and entry.editor.kind == "drawn" and entry.source.reader != "minichange":
             yield Fault("settings.drawn_editor_of_pictures", key=f"{key}.editor.kind", reader=entry.source.reader)
         yield from _overlaps_with_inputs(params, name)
@@ -196,18 +203,18 @@ def _overlaps_with_inputs(params: Params, name: str) -> Iterator[Fault]:
     """
     entry = params.augment[name]
     root = Path(os.path.realpath(entry.root))
-    for reading_name, reading in params.augment.items():
-        inputs = {"source": reading.source.root}
+    for other_name, other_entry in params.augment.items():
+        inputs = {"source": other_entry.source.root}
         for part in ("editor", "features"):
-            model = getattr(getattr(reading, part, None), "model", None)
+            model = getattr(getattr(other_entry, part, None), "model", None)
             if model is not None:
                 inputs["model"] = model
         for kind, path in inputs.items():
             folder = Path(os.path.realpath(path))
             if not (folder.is_relative_to(root) or root.is_relative_to(folder)):
                 continue
-            reads_manifest = reading.source.options.get("manifest") == entry.manifest
-            is_made_from_it = reading_name != name and folder == root and reads_manifest
+            reads_manifest = other_entry.source.options.get("manifest") == entry.manifest
+            is_made_from_it = other_name != name and folder == root and reads_manifest
             if kind == "source" and is_made_from_it:
                 continue
             yield Fault(
@@ -215,12 +222,12 @@ def _overlaps_with_inputs(params: Params, name: str) -> Iterator[Fault]:
                 key=f"augment.{name}.root",
                 value=entry.root,
                 kind=kind,
-                reading=f"augment.{reading_name}",
+                reading=f"augment.{other_name}",
                 input=path,
             )
 
 
-def separate_folders(params: Params) -> Iterator[Fault]:
+def check_folders(params: Params) -> Iterator[Fault]:
     """Check that the roots of datasets and the folders that stages write do not overlap."""
     folders = {f"ingest.datasets.{name}.root": entry.root for name, entry in params.ingest.datasets.items()}
     folders |= {f"paths.{name}": folder for name, folder in params.paths}
@@ -238,21 +245,22 @@ def separate_folders(params: Params) -> Iterator[Fault]:
             )
 
 
-def models(params: Params) -> Iterator[Fault]:
+def check_models(params: Params) -> Iterator[Fault]:
     """Check that all entries in `models` are valid.
 
     The entry that `train.model` names must exist. If the base model exists, the entry must fit the base model.
     """
-    trained = params.train.model
-    if trained not in params.models:
-        yield Fault("settings.unknown_model", key="train.model", **fields_of_name(trained, params.models))
-    base_config = read_mapping(params.train.base / "config.json", json.loads)
+    trained_model = params.train.model
+    if trained_model not in params.models:
+        yield Fault("settings.unknown_model", key="train.model", **fields_of_name(trained_model, params.models))
+    trained_base = read_mapping(params.train.base / "config.json", json.loads)
     for name, settings in params.models.items():
-        faults = FAMILIES[settings.family].faults(settings, base_config if name == trained else None)
-        yield from (below(f"models.{name}", fault) for fault in faults)
+        base_config = trained_base if name == trained_model else None
+        for fault in FAMILIES[settings.family].faults(settings, base_config):
+            yield prefix_key(f"models.{name}", fault)
 
 
-def training(params: Params) -> Iterator[Fault]:
+def check_training(params: Params) -> Iterator[Fault]:
     """Check batch sizes, the datasets of the alignment and the choice of the best checkpoint.
 
     Batches must be divisible among workers. The alignment, the training phase before fine-tuning, must not use all
@@ -282,14 +290,13 @@ def training(params: Params) -> Iterator[Fault]:
 
 
 def _faults_of_alignment(params: Params, key: str, datasets_of_alignment: tuple[str, ...]) -> Iterator[Fault]:
-    trained = [name for name, entry in params.ingest.datasets.items() if entry.train_on]
+    training_datasets = [name for name, entry in params.ingest.datasets.items() if entry.train_on]
     for name in datasets_of_alignment:
-        if name not in trained:
-            yield Fault(
-                "settings.untrained_dataset_in_alignment", key=f"{key}.datasets", **fields_of_name(name, trained)
-            )
-    if trained and set(trained) <= set(datasets_of_alignment):
-        yield Fault("settings.nothing_left_to_fine_tune", key=f"{key}.datasets", names=trained)
+        if name not in training_datasets:
+            hint = fields_of_name(name, training_datasets)
+            yield Fault("settings.untrained_dataset_in_alignment", key=f"{key}.datasets", **hint)
+    if training_datasets and set(training_datasets) <= set(datasets_of_alignment):
+        yield Fault("settings.nothing_left_to_fine_tune", key=f"{key}.datasets", names=training_datasets)
 
 
 def _faults_of_best_checkpoint(params: Params) -> Iterator[Fault]:
@@ -299,19 +306,20 @@ def _faults_of_best_checkpoint(params: Params) -> Iterator[Fault]:
         yield Fault("settings.best_without_validation_pairs", key="train.export")
 
 
-def scores(params: Params) -> Iterator[Fault]:
+def check_gate_scores(params: Params) -> Iterator[Fault]:
     """Check that the gate uses a protocol of the run, and that the run computes the scores that the gate compares."""
     gate = params.promote
-    specs = {}
+    spec_by_protocol = {}
     for name, entry in params.ingest.datasets.items():
         for protocol in protocols_of(name, DATASETS[entry.reader]):
-            specs[f"{name}/{protocol.name}"] = DATASETS[entry.reader]
-    if gate.protocol not in specs:
-        yield Fault("settings.unknown_protocol", key="promote.protocol", **fields_of_name(gate.protocol, specs))
+            spec_by_protocol[f"{name}/{protocol.name}"] = DATASETS[entry.reader]
+    if gate.protocol not in spec_by_protocol:
+        hint = fields_of_name(gate.protocol, spec_by_protocol)
+        yield Fault("settings.unknown_protocol", key="promote.protocol", **hint)
         return
     metrics = params.evaluate.metrics
     reason = Fault("settings.metrics_decide")
-    if specs[gate.protocol].grammar is None:
+    if spec_by_protocol[gate.protocol].grammar is None:
         metrics = tuple(name for name in metrics if not METRICS[name].needs_grammar)
         reason = Fault("settings.metrics_and_grammar_decide", protocol=gate.protocol)
     gate_scores = gate_metrics(metrics)
@@ -327,16 +335,16 @@ def scores(params: Params) -> Iterator[Fault]:
             yield Fault("settings.uncomputed_guard", key=f"promote.guards.{name}", reason=reason, **hint)
 
 
-def evaluation_pairs(params: Params) -> Iterator[Fault]:
+def check_evaluation_pairs(params: Params) -> Iterator[Fault]:
     """Check that the gate's dataset can have test pairs, as far as the parameters can tell. The files are not read."""
     gate = params.promote.protocol
     name = gate.partition("/")[0]
     entry = params.ingest.datasets.get(name)
     if entry is None:
-        return  # the rule `scores` reports this fault
+        return  # `check_gate_scores` reports this fault
     options = entry.options
     manifest = options.get("manifest")
-    synthesized = params.synthesize.get(name)
+    generator = params.synthesize.get(name)
     if options.get("split") in ("train", "val"):
         key = f"ingest.datasets.{name}.options.split"
         split = options["split"]
@@ -344,11 +352,20 @@ def evaluation_pairs(params: Params) -> Iterator[Fault]:
     elif isinstance(manifest, Mapping) and "test" not in manifest:
         key = f"ingest.datasets.{name}.options.manifest"
         yield Fault("settings.no_file_of_test_pairs", key=key, protocol=gate, hint=HOW_TO_TEST)
-    elif synthesized is not None and synthesized.scenes.get("test") == 0:
+    elif generator is not None and generator.scenes.get("test") == 0:
         yield Fault("settings.no_test_scenes", key=f"synthesize.{name}.scenes.test", protocol=gate)
 
 
-RULES = (separate_folders, generators, made_datasets, datasets, models, training, scores, evaluation_pairs)
+RULES = (
+    check_folders,
+    check_generators,
+    check_synthetic_datasets,
+    check_datasets,
+    check_models,
+    check_training,
+    check_gate_scores,
+    check_evaluation_pairs,
+)
 
 
 def faults_of_inputs(params: Params, stage: str) -> list[Fault]:

@@ -47,9 +47,10 @@ class Section(BaseModel):
                 source = textwrap.dedent(inspect.getsource(base))
             except (OSError, TypeError):  # classes made by `create_model` do not have source code
                 continue
-            for statement, following in pairwise(ast.parse(source).body[0].body):  # type: ignore[attr-defined]
+            statements = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+            for statement, next_statement in pairwise(statements):
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    match following:
+                    match next_statement:
                         case ast.Expr(value=ast.Constant(value=str(docstring))):
                             descriptions[statement.target.id] = inspect.cleandoc(docstring)
         return {name: descriptions[name] for name in cls.model_fields if name in descriptions}
@@ -82,7 +83,7 @@ class Section(BaseModel):
         return values
 
 
-def one_of(names: Collection[str]) -> AfterValidator:
+def name_validator(names: Collection[str]) -> AfterValidator:
     """Return a validator that accepts only the given names. Its error suggests the most similar name."""
 
     def require_known_name(name: str) -> str:
@@ -122,9 +123,9 @@ def suggest_name(name: Any, allowed_names: Iterable[str]) -> Fault:
     names = sorted(allowed_names)
     if not names:
         return Fault("settings.no_known_name", names=names)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
-    if near:
-        return Fault("settings.nearest_name", nearest=near[0], names=names)
+    similar_names = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    if similar_names:
+        return Fault("settings.nearest_name", nearest=similar_names[0], names=names)
     return Fault("settings.known_names", names=names)
 
 
@@ -138,7 +139,7 @@ def as_yaml(value: Any) -> str:
 # Conversion of pydantic's errors to faults
 
 
-def explain(error: ValidationError, raw: Any, section: Any, key: str = "") -> list[Fault]:
+def faults_of_validation_error(error: ValidationError, raw: Any, section: Any, key: str = "") -> list[Fault]:
     """Convert pydantic's error to faults that state the keys in the file, the broken rules and the values.
 
     The fault for an unknown key suggests the most similar key.
@@ -153,7 +154,8 @@ def explain(error: ValidationError, raw: Any, section: Any, key: str = "") -> li
     for details in error.errors():
         keys, known_keys = _keys_of_fault(details["loc"], raw, section)
         fault = _fault_of_value(details, keys, known_keys)
-        faults.append(below(".".join([key, *keys] if key else keys), fault))
+        all_keys = [key, *keys] if key else keys
+        faults.append(prefix_key(".".join(all_keys), fault))
     return faults
 
 
@@ -180,14 +182,14 @@ def _fault_of_value(details: ErrorDetails, keys: list[str], known_keys: set[str]
     return Fault("settings.wrong_value", rule=rule, cause=cause, value=value, found=as_yaml(value))
 
 
-def below(key: str, fault: Fault) -> Fault:
+def prefix_key(key: str, fault: Fault) -> Fault:
     """Return the fault with a key added in front of its key.
 
     This turns a key within a part of the parameters into a key within all parameters.
 
     Args:
         key: key of the part in the parameters, or an empty string for all parameters.
-        fault: the fault, or a sentence that describes it.
+        fault: the fault.
     """
     inner_key = fault.fields.get("key", "")
     joined_key = ".".join(part for part in (key, inner_key) if part)
@@ -208,14 +210,14 @@ def _keys_of_fault(loc: tuple[Any, ...], raw: Any, section: Any) -> tuple[list[s
     known_keys = set[str]()
     for step in loc:
         is_kind = len(candidates) > 1 and isinstance(raw, Mapping) and step == raw.get("kind")
-        candidates = _narrowed(candidates, raw)
+        candidates = _narrow_types(candidates, raw)
         if is_kind or str(step).startswith("["):
             continue
         keys.append(str(step))
         known_keys = set()
         types_of_value: list[Any] = []
         for candidate in candidates:
-            fields = _fields(candidate)
+            fields = _field_types(candidate)
             known_keys |= fields.keys()
             types_of_value += _sections_in(fields.get(step))
         candidates = types_of_value or candidates
@@ -224,28 +226,35 @@ def _keys_of_fault(loc: tuple[Any, ...], raw: Any, section: Any) -> tuple[list[s
     return keys, known_keys
 
 
-def _narrowed(candidates: list[Any], raw: Any) -> list[Any]:
+def _narrow_types(candidates: list[Any], raw: Any) -> list[Any]:
     """Return the candidate types that match a value's `kind`, or all candidates if none matches.
 
     For an entry of `models`, the key `family` determines the type.
     """
     with suppress(ValidationError):
         candidates = [
-            candidate.type_of(raw) if hasattr(candidate, "type_of") else candidate for candidate in candidates
+            candidate.settings_class(raw) if hasattr(candidate, "settings_class") else candidate
+            for candidate in candidates
         ]
     kind = raw.get("kind") if isinstance(raw, Mapping) else None
-    return [candidate for candidate in candidates if kind in get_args(_fields(candidate).get("kind"))] or candidates
+    matching_candidates = []
+    for candidate in candidates:
+        if kind in get_args(_field_types(candidate).get("kind")):
+            matching_candidates.append(candidate)
+    return matching_candidates or candidates
 
 
 def _sections_in(annotation: Any) -> list[Any]:
     """Return the sections and dataclasses in an annotation such as `dict[str, Source]` or `MDPConfig | None`."""
-    if _fields(annotation) or hasattr(annotation, "type_of"):
+    if _field_types(annotation) or hasattr(annotation, "settings_class"):
         return [annotation]
-    arguments = (*getattr(annotation, "__args__", ()), *getattr(annotation, "__metadata__", ()))
-    return [section for argument in arguments for section in _sections_in(argument)]
+    sections = []
+    for argument in (*getattr(annotation, "__args__", ()), *getattr(annotation, "__metadata__", ())):
+        sections += _sections_in(argument)
+    return sections
 
 
-def _fields(section: Any) -> dict[str, Any]:
+def _field_types(section: Any) -> dict[str, Any]:
     """Return the annotations of the fields of a section or dataclass by key, or an empty mapping for any other type."""
     if not isinstance(section, type):
         return {}

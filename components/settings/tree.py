@@ -11,7 +11,7 @@ from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.models import FAMILIES
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
-from m3diff.settings.section import Section, one_of
+from m3diff.settings.section import Section, name_validator
 from m3diff.stages.augment.params import AnySyntheticDataset
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.evaluate.params import Evaluate
@@ -51,20 +51,20 @@ class Paths(Section):
 class _Family(BaseModel):
     """An entry in `models`, of which only the key `family` is read. It determines the type of the entry."""
 
-    family: Annotated[str, one_of(FAMILIES)]
+    family: Annotated[str, name_validator(FAMILIES)]
 
 
 class TypedByFamily:
     """A marker that makes pydantic validate an entry in `models` as the settings of its family."""
 
     @staticmethod
-    def type_of(entry: Any) -> type[Any]:
+    def settings_class(entry: Any) -> type[Any]:
         """Return the settings class of the entry's family."""
         return FAMILIES[_Family.model_validate(entry).family].settings
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         return core_schema.no_info_plain_validator_function(
-            lambda entry: TypeAdapter(self.type_of(entry)).validate_python(entry)
+            lambda entry: TypeAdapter(self.settings_class(entry)).validate_python(entry)
         )
 
 

@@ -8,7 +8,7 @@ import shutil
 
 from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
-from m3diff.provenance.code import DIGEST_FOLDER, PACKAGE_FOLDER, digests
+from m3diff.provenance.code import DIGEST_FOLDER, PACKAGE_FOLDER, digest_code
 from m3diff.records.files import write_atomic
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.tree import Params
@@ -24,7 +24,7 @@ def code(params: Params) -> None:
     shutil.rmtree(DIGEST_FOLDER, ignore_errors=True)
     for stage, modules in modules_by_stage(params).items():
         stage_file = PACKAGE_FOLDER / "stages" / stage.partition("@")[0] / "stage.py"
-        file_digests = digests(stage_file, modules)
+        file_digests = digest_code(stage_file, modules)
         write_atomic(DIGEST_FOLDER / f"{stage}.json", json.dumps(file_digests, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ from m3diff.datasets import omnidiff, pairs
 from m3diff.datasets.drawn_split import SplitShares, describe_shares, draw_splits, propose_shares
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError, Fault
-from m3diff.settings.rules import wrong_options
+from m3diff.settings.rules import faults_of_options
 from tests.errors import raises
 from tests.layouts import run_ingest, save_picture
 
@@ -173,7 +173,7 @@ def test_a_column_split_that_is_none_is_passed_over(tmp_path):
     ids=str,
 )
 def test_shares_that_leave_a_split_empty_are_refused_by_parameters_and_reader(tmp_path, shares):
-    faults = list(wrong_options("ingest.datasets.own", "pairs", {"split": shares}))
+    faults = list(faults_of_options("ingest.datasets.own", "pairs", {"split": shares}))
     assert faults
     assert all(fault.fields["key"].startswith("ingest.datasets.own.options.split") for fault in faults)
     with raises(DataError, "datasets.invalid_shares"):
@@ -196,7 +196,7 @@ def test_a_fault_of_shares_is_listed_with_its_key(tmp_path):
 
 def test_a_split_by_name_and_by_shares_are_both_parameters():
     for split in ("train", SHARES, SHARES | {"seed": 3}):
-        assert list(wrong_options("ingest.datasets.own", "pairs", {"split": split})) == []
+        assert list(faults_of_options("ingest.datasets.own", "pairs", {"split": split})) == []
 
 
 def as_rows(count: int, before: str = "a/{}.png") -> list[Row]:

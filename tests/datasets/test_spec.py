@@ -11,7 +11,7 @@ import yaml
 from m3diff.datasets import DATASETS, clevr_change, omnidiff
 from m3diff.datasets.spec import UNSTATED_LICENCE, Permission, check_licence
 from m3diff.records.errors import DataError
-from m3diff.stages.convert.stage import PAPER_DATASETS, PAPER_SAMPLES, training_counts
+from m3diff.stages.convert.stage import PAPER_DATASETS, PAPER_SAMPLES, published_mixture_counts
 from tests.errors import raises
 from tests.layouts import write_clevr
 
@@ -97,7 +97,7 @@ def test_published_pairs_and_references_of_every_part():
 
 
 def test_the_paper_s_mixture_is_the_official_training_splits():
-    assert training_counts() == {
+    assert published_mixture_counts() == {
         "omnidiff_real": {"train": (7_007, 7_007), "train_val": (7_806, 7_806)},
         "omnidiff_render": {"train": (5_445, 5_445), "train_val": (6_222, 6_222)},
         "spot_the_diff": {"train": (8_566, 17_623), "train_val": (10_059, 20_927)},
@@ -106,8 +106,8 @@ def test_the_paper_s_mixture_is_the_official_training_splits():
         "clevr_change": {"train": (67_660, 419_640), "train_val": (71_636, 444_300)},
         "clevr_dc": {"train": (40_800, None), "train_val": (43_200, None)},
     }
-    assert list(training_counts()) == list(PAPER_DATASETS)
-    assert round(sum(count["train_val"][0] for count in training_counts().values()), -3) == 145_000
+    assert list(published_mixture_counts()) == list(PAPER_DATASETS)
+    assert round(sum(count["train_val"][0] for count in published_mixture_counts().values()), -3) == 145_000
     assert PAPER_SAMPLES == 896_000
 
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from m3diff.models import FAMILIES, fused
 from m3diff.models.device import Device, process_environment
-from m3diff.models.layers import with_visual_tokens
-from m3diff.models.tuning import unwrapped
+from m3diff.models.layers import insert_visual_tokens
+from m3diff.models.tuning import unwrap_model
 from m3diff.stages.train import job
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
@@ -124,7 +124,7 @@ def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
     monkeypatch.setattr(Device, "move", lambda self, tensor: tensor.to("meta"))
     recordings: list[Any] = [nullcontext()]
     if family.contribution:
-        recordings.append(family.contribution.recorded(unwrapped(model)))
+        recordings.append(family.contribution.record(unwrap_model(model)))
     for recording in recordings:
         with recording, NoWaiting():
             token_loss(model, batch, processor, device).backward()
@@ -139,7 +139,7 @@ def test_visual_tokens_equal_those_of_masked_scatter_bit_for_bit():
     visual = torch.randn(6, 4, requires_grad=True)
     embeds = torch.randn(2, 6, 4, requires_grad=True)
     weight = torch.randn(2, 6, 4)
-    scattered = with_visual_tokens(embeds, visual, ids, 9)
+    scattered = insert_visual_tokens(embeds, visual, ids, 9)
     expected = embeds.masked_scatter((ids == 9)[..., None], visual)
     assert scattered.equal(expected)
     gradients = torch.autograd.grad((scattered * weight).sum(), (embeds, visual))
@@ -160,11 +160,11 @@ def test_a_step_of_deepspeed_never_waits_for_the_device(mixture, tmp_path, monke
 def test_a_gpu_uses_compiled_kernels_and_too_many_graphs_are_an_error(monkeypatch):
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
-    assert fused.fused_on_gpu(fused.swiglu, tensor) is fused.compiled(fused.swiglu)
-    assert fused.fused_on_gpu(fused.swiglu, torch.empty(2)) is fused.swiglu
+    assert fused.compile_on_gpu(fused.swiglu, tensor) is fused.compile_once(fused.swiglu)
+    assert fused.compile_on_gpu(fused.swiglu, torch.empty(2)) is fused.swiglu
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
-    kernel = fused.compiled(lambda x, text: x * len(text))  # compiled again for each length of the text
+    kernel = fused.compile_once(lambda x, text: x * len(text))  # compiled again for each length of the text
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         [kernel(torch.ones(3), "a" * number) for number in range(12)]
 

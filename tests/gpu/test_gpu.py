@@ -15,7 +15,7 @@ from torch import Tensor
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device, process_environment
 from m3diff.models.generation import load_captioner
-from m3diff.models.tuning import unwrapped
+from m3diff.models.tuning import unwrap_model
 from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, complete, read_training_samples
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
@@ -137,7 +137,7 @@ def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention, mixt
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            with family.contribution.recorded(unwrapped(model)):
+            with family.contribution.record(unwrap_model(model)):
                 token_loss(model, batch, processor, device).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

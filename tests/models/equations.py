@@ -1,4 +1,4 @@
-"""Plain transcriptions of the papers' equations and of where each module looks; no code of the project is called."""
+"""The papers' equations and the modules' saliency maps, written out plainly without calling code of the project."""
 
 import math
 
@@ -20,7 +20,7 @@ def norm(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def mlp(x: Tensor, module: nn.Sequential, exact: bool = False) -> Tensor:
-    """Through GELU: by tanh, as in SigLIP, or exact, as in BERT."""
+    """Return two linear layers with GELU between them, approximated by tanh as in SigLIP or exact as in BERT."""
     hidden = linear(x, module[0])
     cubic = (2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)
     return linear(hidden * 0.5 * (1 + (torch.erf(hidden / math.sqrt(2)) if exact else torch.tanh(cubic))), module[2])
@@ -29,11 +29,11 @@ def mlp(x: Tensor, module: nn.Sequential, exact: bool = False) -> Tensor:
 def head_parts(
     q: Tensor, kv: Tensor, module: nn.Module, positions: Tensor | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Weights [M, N] and values [N, width] of each head, of one sample's queries [M, D] and keys [N, width]."""
+    """Return the weights [M, N] and values [N, width] of each head for queries [M, D] and keys [N, width]."""
     queries = linear(q, module.q_proj)
     keys = linear(kv, module.k_proj)
     values = linear(kv, module.v_proj)
-    if module.normed:
+    if module.qk_norm:
         queries = unit(queries)
         keys = unit(keys)
     if positions is not None:
@@ -48,23 +48,23 @@ def head_parts(
 
 
 def attend(q: Tensor, kv: Tensor, module: nn.Module, positions: Tensor | None = None) -> Tensor:
-    """CA(q, kv) of one sample."""
+    """Return CA(q, kv) of one sample."""
     heads = [weights @ values for weights, values in head_parts(q, kv, module, positions)]
     return linear(torch.cat(heads, 1), module.out_proj)
 
 
 def brought(q: Tensor, kv: Tensor, module: nn.Module, positions: Tensor | None = None) -> list[Tensor]:
-    """What each key's value adds to each query, [M, N, D], head by head; of one sample."""
+    """Return what each key's value adds to each query of one sample, [M, N, D], for each head."""
     outs = module.out_proj.weight.chunk(module.heads, dim=1)
     parts = zip(head_parts(q, kv, module, positions), outs, strict=True)
     return [weights[:, :, None] * (values @ out.T)[None] for (weights, values), out in parts]
 
 
-def mdp(module: nn.Module, before: list[Tensor], after: list[Tensor], last: list[Tensor]) -> list[Tensor]:
-    """F'_1 and F'_2 of M3Diff for one pair: [N, D] at each level, and the encoder's last features."""
+def mdp(module: nn.Module, before: list[Tensor], after: list[Tensor], base_features: list[Tensor]) -> list[Tensor]:
+    """Return F'_1 and F'_2 of M3Diff for one pair, each [N, D], from the features at each level."""
     cfg = module.cfg
     skip = 1.0 if cfg.residual else 0.0
-    out = [x.clone() if cfg.residual else torch.zeros_like(x) for x in last]
+    out = [x.clone() if cfg.residual else torch.zeros_like(x) for x in base_features]
     for i, (f1, f2) in enumerate(zip(before, after, strict=True)):
         level = module.levels[0 if cfg.share_levels else i]
         g1, g2 = (norm(f, level.norm_input) if cfg.residual else f for f in (f1, f2))
@@ -90,9 +90,11 @@ def mdp(module: nn.Module, before: list[Tensor], after: list[Tensor], last: list
     return out
 
 
-def difference(module: nn.Module, before: list[Tensor], after: list[Tensor], last: list[Tensor]) -> list[Tensor]:
-    """The projected difference of each level, added to the last features of both images."""
-    out = [x.clone() for x in last]
+def difference(
+    module: nn.Module, before: list[Tensor], after: list[Tensor], base_features: list[Tensor]
+) -> list[Tensor]:
+    """Return the base features of both images plus the projected difference of each level."""
+    out = [x.clone() for x in base_features]
     for number, (f1, f2) in enumerate(zip(before, after, strict=True)):
         for image in out:
             image += linear(f2 - f1, module.levels[0 if module.cfg.share_levels else number])
@@ -100,7 +102,7 @@ def difference(module: nn.Module, before: list[Tensor], after: list[Tensor], las
 
 
 def vdm(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> Tensor:
-    """Q(D_layers) of OneDiff for one pair, [T, width]; `before` and `after` are [N, D] at each feature layer."""
+    """Return Q(D_layers) of OneDiff for one pair, [T, width]. `before` and `after` are [N, D] at each feature layer."""
     cfg = module.cfg
     d = module.delta
     reads = list(range(cfg.layers)) if cfg.cross_attention == "every" else list(range(0, cfg.layers, 2))
@@ -133,10 +135,10 @@ def vdm(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> Tensor:
 
 
 def vdm_map(reading: nn.Module, tokens: Tensor, h1: Tensor, h2: Tensor) -> Tensor:
-    """The share of each place in what all tokens of one pair read, by the sizes of what it brings, [N]."""
+    """Return the share of each patch in what all tokens of one pair read, [N]."""
     if reading.reads_separately:
-        first, second = (sum(brought(tokens, h, reading.attention)) for h in (h1, h2))
-        sizes = (first - second).pow(2).sum(-1).sqrt().sum(0)
+        contributions_1, contributions_2 = (sum(brought(tokens, h, reading.attention)) for h in (h1, h2))
+        sizes = (contributions_1 - contributions_2).pow(2).sum(-1).sqrt().sum(0)
     else:
         keys = torch.cat([h1 + reading.image_embeddings[0], h2 + reading.image_embeddings[1]])
         sizes_of_both = sum(part.pow(2).sum(-1).sqrt() for part in brought(tokens, keys, reading.attention)).sum(0)
@@ -145,11 +147,19 @@ def vdm_map(reading: nn.Module, tokens: Tensor, h1: Tensor, h2: Tensor) -> Tenso
 
 
 def vdm_maps(module: nn.Module, before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
-    """The map of each layer that reads the images, [B, N], from what the layer was given."""
-    given: list[tuple[nn.Module, tuple[Tensor, ...]]] = []
+    """Return the map of each layer that reads the images, [B, N], from the layer's inputs."""
+    calls: list[tuple[nn.Module, tuple[Tensor, ...]]] = []
+
+    def record_call(reading: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        calls.append((reading, inputs))
+
     readings = [layer.reading for layer in module.layers if layer.reading is not None]
-    hooks = [reading.register_forward_pre_hook(lambda one, inputs: given.append((one, inputs))) for reading in readings]
+    hooks = [reading.register_forward_pre_hook(record_call) for reading in readings]
     module(before, after)
     for hook in hooks:
         hook.remove()
-    return [torch.stack([vdm_map(one, *each) for each in zip(*inputs[:3], strict=True)]) for one, inputs in given]
+    maps = []
+    for reading, inputs in calls:
+        maps_of_pairs = [vdm_map(reading, *pair) for pair in zip(*inputs[:3], strict=True)]
+        maps.append(torch.stack(maps_of_pairs))
+    return maps

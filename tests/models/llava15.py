@@ -1,4 +1,4 @@
-"""A miniature of llava-hf/llava-1.5-7b-hf: its names of weights in shards, CLIP, Llama, its tokenizer."""
+"""A tiny llava-hf/llava-1.5-7b-hf with the same weight names, shards, parts (CLIP and Llama) and kind of tokenizer."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ CHAT = (
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Bytes, a few words and Llama's marks; the number of its tokens."""
+    """Write a tokenizer of bytes, a few words and Llama's special tokens. Return its number of tokens."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     letters = sorted(set(TEXTS) - {" "})
     for piece in ["\u2581", *letters]:
@@ -57,7 +57,7 @@ def tiny_config(vocabulary: int, image: int, pad: int) -> LlavaConfig:
 
 
 def write_llava15(folder: Path) -> Path:
-    """The whole directory, its weights random."""
+    """Write the whole folder of the model, with random weights."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = write_tokenizer(folder)
     token = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]

@@ -1,4 +1,4 @@
-"""BLIP2IDC against its papers' equations in float64 (x is [tokens, width] of one pair), its images and words."""
+"""BLIP2IDC: logits against the papers' equations in float64 (x is [tokens, width] of one pair), images and texts."""
 
 import io
 import json
@@ -18,12 +18,12 @@ from m3diff.models.blip2idc import Augment
 from m3diff.models.blip2idc_model import (
     Blip2IDCImageProcessor,
     Blip2IDCProcessor,
-    augmented,
-    blurred,
-    compressed,
+    augment_pair,
+    blur,
+    compress_as_jpeg,
     token_id,
 )
-from m3diff.models.tuning import prepare, unwrapped
+from m3diff.models.tuning import prepare_for_training, unwrap_model
 from m3diff.records.errors import ValueFault
 from tests.errors import raises
 from tests.tiny import noise_image, saliency_map
@@ -38,7 +38,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def base(bases: dict[str, Path]) -> Path:
-    """With OPT, as published."""
+    """Return the base with OPT, like the published one."""
     return bases["opt"]
 
 
@@ -47,7 +47,7 @@ Weights = Mapping[str, Tensor]
 
 
 def linear(w: Weights, name: str, x: Tensor) -> Tensor:
-    """W x + b, and beside an adapter alpha / r B A x."""
+    """Return W x + b, plus alpha / r B A x if the layer has an adapter."""
     if f"{name}.lora_A.default.weight" not in w:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
     a = w[f"{name}.lora_A.default.weight"]
@@ -66,7 +66,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False) -> Tensor:
-    """softmax(Q K' / sqrt(d)) V of each head, side by side."""
+    """Return softmax(Q K' / sqrt(d)) V of all heads, concatenated."""
     out = []
     for head in torch.arange(q.shape[1]).chunk(heads):
         scores = q[:, head] @ k[:, head].T / len(head) ** 0.5
@@ -77,10 +77,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False)
 
 
 def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
-    """A pre-norm transformer over patches and a class token, with learnt positions and a norm at the end."""
+    """Return a pre-norm transformer over patches and a class token, with learnt positions and a last norm."""
     name = "vision_model.embeddings"
     rows = range(0, SIDE, PATCH)
-    patches = [picture[:, top : top + PATCH, left : left + PATCH].flatten() for top in rows for left in rows]
+    patches = [picture[:, row : row + PATCH, column : column + PATCH].flatten() for row in rows for column in rows]
     kernel = w[f"{name}.patch_embedding.weight"].flatten(1)
     x = torch.stack(patches) @ kernel.T + w[f"{name}.patch_embedding.bias"]
     x = torch.cat([w[f"{name}.class_embedding"][0], x]) + w[f"{name}.position_embedding"][0]
@@ -93,42 +93,42 @@ def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tens
 
 
 def added(w: Weights, name: str, change: Tensor, x: Tensor) -> Tensor:
-    """BERT's block: a linear, the residual, then the norm."""
+    """Return the output of BERT's block: a linear layer, the residual, then the norm."""
     return norm(w, f"{name}.LayerNorm", linear(w, f"{name}.dense", change) + x, 1e-12)
 
 
 def qformer(w: Weights, patches: Tensor, layers: int = 3, heads: int = 4) -> Tensor:
-    """BERT on the learnt queries; in every second layer, from the first, they read the patches too."""
+    """Return the output of BERT on the learnt queries. In layers 0, 2, ... the queries also read the patches."""
     x = norm(w, "qformer.layernorm", w["query_tokens"][0], 1e-12)
     for number in range(layers):
         at = f"qformer.encoder.layer.{number}"
         for block, read in (("attention", None), ("crossattention", patches))[: 2 - number % 2]:
-            of = x if read is None else read
-            own = f"{at}.{block}.attention"
-            q = linear(w, f"{own}.query", x)
-            k = linear(w, f"{own}.key", of)
-            v = linear(w, f"{own}.value", of)
+            source = x if read is None else read
+            layer_name = f"{at}.{block}.attention"
+            q = linear(w, f"{layer_name}.query", x)
+            k = linear(w, f"{layer_name}.key", source)
+            v = linear(w, f"{layer_name}.value", source)
             x = added(w, f"{at}.{block}.output", attention(q, k, v, heads), x)
         x = added(w, f"{at}.output_query", gelu(linear(w, f"{at}.intermediate_query.dense", x)), x)
     return x
 
 
 def opt(w: Weights, x: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
-    """A pre-norm decoder with learnt positions, the first two of which are no places; its head is its embeddings."""
+    """Return the logits of a pre-norm decoder with learnt positions (the first two are unused) and tied embeddings."""
     at = "language_model.model.decoder"
     x = x + w[f"{at}.embed_positions.weight"][2 : 2 + len(x)]
     for number in range(layers):
-        own = f"{at}.layers.{number}"
-        before = norm(w, f"{own}.self_attn_layer_norm", x, 1e-5)
-        q, k, v = (linear(w, f"{own}.self_attn.{name}_proj", before) for name in "qkv")
-        x = x + linear(w, f"{own}.self_attn.out_proj", attention(q, k, v, heads, causal=True))
-        wide = linear(w, f"{own}.fc1", norm(w, f"{own}.final_layer_norm", x, 1e-5))
-        x = x + linear(w, f"{own}.fc2", wide.clamp(min=0))
+        layer_name = f"{at}.layers.{number}"
+        before = norm(w, f"{layer_name}.self_attn_layer_norm", x, 1e-5)
+        q, k, v = (linear(w, f"{layer_name}.self_attn.{name}_proj", before) for name in "qkv")
+        x = x + linear(w, f"{layer_name}.self_attn.out_proj", attention(q, k, v, heads, causal=True))
+        wide = linear(w, f"{layer_name}.fc1", norm(w, f"{layer_name}.final_layer_norm", x, 1e-5))
+        x = x + linear(w, f"{layer_name}.fc2", wide.clamp(min=0))
     return norm(w, f"{at}.final_layer_norm", x, 1e-5) @ w[f"{at}.embed_tokens.weight"].T
 
 
 def answers(w: Weights, picture: Tensor, ids: list[int]) -> Tensor:
-    """Logits [tokens, vocabulary] of a prompt of queries, start token and caption."""
+    """Return the logits, [tokens, vocabulary], of queries, start token and caption."""
     visual = linear(w, "language_projection", qformer(w, vision(w, picture)))
     words = w["language_model.model.decoder.embed_tokens.weight"][ids[QUERIES:]]
     return opt(w, torch.cat([visual, words]))
@@ -136,28 +136,28 @@ def answers(w: Weights, picture: Tensor, ids: list[int]) -> Tensor:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["published", "adapted"])
 def model(request: pytest.FixtureRequest, base: Path) -> torch.nn.Module:
-    made = FAMILY.load(base, torch.float64, None)
+    model = FAMILY.load(base, torch.float64, None)
     if request.param:
         torch.manual_seed(4)
-        made = prepare(made, FAMILY, blip2_settings())
+        model = prepare_for_training(model, FAMILY, blip2_settings())
         with torch.no_grad():
-            for name, parameter in made.named_parameters():
+            for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.normal_(std=0.2)
-    return made.eval()
+    return model.eval()
 
 
 @pytest.mark.parametrize("is_fused", [False, True], ids=["stock", "fused, training"])
 def test_the_logits_are_those_of_the_equations(is_fused, model, base):
     processor = FAMILY.load_processor(base)
     if is_fused:
-        FAMILY.fuse(unwrapped(model), "none")
+        FAMILY.fuse(unwrap_model(model), "none")
     model.train(is_fused)
     images = np.stack([processor.prepare_image(noise_image(seed, (40, 30))) for seed in range(4)])
     inputs = processor.image_inputs(torch.from_numpy(images))
     pixels = inputs["pixel_values"].double()
     captions = [processor.encode_reference(text) for text in ("the red ball moved", "the star is gone")]
-    w = dict(unwrapped(model).named_parameters())
+    w = dict(unwrap_model(model).named_parameters())
     for number, caption in enumerate(captions):
         ids = [*processor.encode_prompt("What changed?"), *caption]
         with torch.no_grad():
@@ -167,14 +167,14 @@ def test_the_logits_are_those_of_the_equations(is_fused, model, base):
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             ).logits[0]
             expected = answers(w, pixels[number], ids)
-            other = answers(w, pixels[number].roll(SIDE // 2, dims=1), ids)  # after above before
+            swapped = answers(w, pixels[number].roll(SIDE // 2, dims=1), ids)  # after above before
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-        assert (other - expected).abs().max() > 1e-2, "which image is on top shows"
+        assert (swapped - expected).abs().max() > 1e-2, "which image is on top shows"
     model.eval()
 
 
 def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base):
-    """Eager attention gives its weights itself."""
+    """Eager attention returns its weights, which are the reference here."""
     model, eager = (FAMILY.load(base, torch.float32) for _ in range(2))
     eager.set_attn_implementation("eager")
     pixels = torch.randn(3, 3, SIDE, SIDE)
@@ -185,9 +185,9 @@ def test_the_map_is_the_queries_attention_on_both_images_of_a_place(base):
         read = eager.qformer(query_embeds=queries, encoder_hidden_states=patches, output_attentions=True)
     weights = torch.stack(read.cross_attentions).mean(dim=(0, 2, 3))[:, 1:]  # layers, heads, queries; no class token
     before, after = weights.reshape(-1, rows, rows).split(rows // 2, dim=1)
-    both = before + after
+    attention = before + after
     maps = saliency_map(model.eval(), pixels)
-    torch.testing.assert_close(maps, both / both.sum(dim=(1, 2), keepdim=True))
+    torch.testing.assert_close(maps, attention / attention.sum(dim=(1, 2), keepdim=True))
     assert (maps[0] - maps[1]).abs().max() > 1e-3, "maps that are all alike would show nothing"
 
 
@@ -205,7 +205,7 @@ def test_no_dropout_is_left_though_the_directory_has_some(base):
 
 @pytest.mark.parametrize("llm", TEXTS)
 def test_the_adapters_are_on_queries_keys_and_values(llm, bases):
-    model = prepare(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
+    model = prepare_for_training(FAMILY.load(bases[llm], torch.float32), FAMILY, blip2_settings()).get_base_model()
     adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
     layers = "language_model.model.decoder.layers" if llm == "opt" else "language_model.model.layers"
     self_attention = "attention.attention"
@@ -228,12 +228,12 @@ def processor(base: Path) -> Blip2IDCProcessor:
 
 
 def smooth(seed: int, size: tuple[int, int]) -> Image.Image:
-    """An image of few details, as a photograph is: what the bicubic filter does at its edges shows, noise does not."""
+    """Return an image with few details. In noise, the effect of the bicubic filter at the edges would not show."""
     return noise_image(seed, (5, 4)).resize(size, Image.Resampling.BICUBIC)
 
 
 def authors_picture(before: Image.Image, after: Image.Image) -> np.ndarray:
-    """Their picture before it is normalised: the one before in the size of the one after, stacked, stretched."""
+    """Return the authors' picture before normalisation: the first image is resized like the second."""
     stacked = Image.new("RGB", (after.width, 2 * after.height))
     stacked.paste(before.resize(after.size, Image.Resampling.BICUBIC), (0, 0))
     stacked.paste(after, (0, after.height))
@@ -246,7 +246,7 @@ def prepared_picture(processor: Blip2IDCProcessor, before: Image.Image, after: I
 
 @pytest.mark.parametrize("size", [(64, 48), (40, 90), (200, 200), (SIDE, HALF), (8, 8)])
 def test_images_of_one_size_make_the_authors_picture_except_at_the_seam(size, processor):
-    """The rows at the seam are two on each side, or more if the images are made larger."""
+    """The seam has two rows on each side, or more if the images are enlarged."""
     before = smooth(1, size)
     after = smooth(2, size)
     difference = np.abs(prepared_picture(processor, before, after) - authors_picture(before, after))
@@ -324,39 +324,40 @@ def visit(*numbers: int) -> np.random.Generator:
 
 def test_a_visit_gives_the_same_pixels_again_and_another_visit_others():
     images = pair()
-    kept = images.copy()
-    first, again, other = (augmented(ALWAYS, images, visit(3, epoch, 7)) for epoch in (0, 0, 1))
-    assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
-    assert first.shape == images.shape
-    assert first.dtype == np.uint8
-    assert np.array_equal(images, kept), "what is cached stays as it is"
-    assert np.array_equal(augmented(NEVER, images, visit(1)), images)
+    copy = images.copy()
+    augmented = augment_pair(ALWAYS, images, visit(3, 0, 7))
+    augmented_again = augment_pair(ALWAYS, images, visit(3, 0, 7))
+    augmented_elsewhere = augment_pair(ALWAYS, images, visit(3, 1, 7))
+    assert np.array_equal(augmented, augmented_again)
+    assert not np.array_equal(augmented, augmented_elsewhere)
+    assert augmented.shape == images.shape
+    assert augmented.dtype == np.uint8
+    assert np.array_equal(images, copy), "what is cached stays as it is"
+    assert np.array_equal(augment_pair(NEVER, images, visit(1)), images)
 
 
 def changes(augment: Augment, row: int) -> bool:
-    return not np.array_equal(augmented(augment, pair(), visit(2, row)), pair())
+    return not np.array_equal(augment_pair(augment, pair(), visit(2, row)), pair())
 
 
 def test_about_the_asked_share_is_blurred_and_compressed_each_by_itself():
-    seen = (0.4, 0.5)  # a narrower Gaussian may leave every pixel as it is
-    smooth = Augment(blur=0.3, sigma=seen, jpeg=0.0)
+    visible_sigma = (0.4, 0.5)  # a narrower Gaussian may leave every pixel as it is
+    smooth = Augment(blur=0.3, sigma=visible_sigma, jpeg=0.0)
     hard = Augment(blur=0.0, jpeg=0.6)
     for augment, share in ((smooth, 0.3), (hard, 0.6)):
         assert abs(np.mean([changes(augment, row) for row in range(300)]) - share) < 0.08
     # of what is drawn, neither choice moves the other's
-    both = Augment(blur=0.3, sigma=seen, jpeg=0.6)
+    blur_and_jpeg = Augment(blur=0.3, sigma=visible_sigma, jpeg=0.6)
     for row in range(40):
-        is_smooth, is_hard, is_either = (changes(one, row) for one in (smooth, hard, both))
-        assert is_either == (is_smooth or is_hard)
+        assert changes(blur_and_jpeg, row) == (changes(smooth, row) or changes(hard, row))
 
 
 def test_both_images_are_changed_alike_as_one_picture():
-    """Two images that are the same stay the same but near the seam and the frame, where the filter reads beyond."""
+    """Equal images stay equal except near the seam and the border, where the filter reads other pixels."""
     same = np.stack([pair()[0]] * 2)
-    found = augmented(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
-    assert np.abs(found - same).max() > 0
-    assert np.array_equal(found[0, 1:-1], found[1, 1:-1])
+    augmented = augment_pair(Augment(blur=1.0, jpeg=0.0), same, visit(5)).astype(int)
+    assert np.abs(augmented - same).max() > 0
+    assert np.array_equal(augmented[0, 1:-1], augmented[1, 1:-1])
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.3, 0.5])
@@ -371,22 +372,24 @@ def test_the_blur_is_a_gaussian_of_three_pixels_mirrored_at_the_edges(sigma):
         for right in range(3):
             expected += weights[down] * weights[right] * padded[down : down + rows, right : right + columns]
     expected = np.rint(expected)
-    found = blurred(picture, sigma)
-    assert np.abs(found.astype(int) - expected).max() <= 1
-    assert (found != expected).mean() < 0.01
+    blurred = blur(picture, sigma)
+    assert np.abs(blurred.astype(int) - expected).max() <= 1
+    assert (blurred != expected).mean() < 0.01
     if sigma == 0.1:
-        assert np.array_equal(found, picture), "a Gaussian so narrow leaves the pixels alone"
+        assert np.array_equal(blurred, picture), "a Gaussian so narrow leaves the pixels alone"
 
 
 def test_compression_is_a_jpeg_file_of_the_quality():
     picture = pair(rows=32, columns=32)[0]
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=70)
-    assert np.array_equal(compressed(picture, 70), np.asarray(Image.open(file)))
+    assert np.array_equal(compress_as_jpeg(picture, 70), np.asarray(Image.open(file)))
     images = pair()
-    once = augmented(Augment(blur=0.0, jpeg=1.0, quality=(70, 70)), images, visit(1))
-    assert np.array_equal(once.reshape(-1, *images.shape[2:]), compressed(images.reshape(-1, *images.shape[2:]), 70))
-    error = [np.abs(compressed(picture, quality).astype(int) - picture).mean() for quality in (95, 75, 50)]
+    once = augment_pair(Augment(blur=0.0, jpeg=1.0, quality=(70, 70)), images, visit(1))
+    assert np.array_equal(
+        once.reshape(-1, *images.shape[2:]), compress_as_jpeg(images.reshape(-1, *images.shape[2:]), 70)
+    )
+    error = [np.abs(compress_as_jpeg(picture, quality).astype(int) - picture).mean() for quality in (95, 75, 50)]
     assert error == sorted(error)
     assert error[0] > 0
 
@@ -396,6 +399,6 @@ def test_the_family_augments_as_its_settings_say_and_m3diff_not_at_all():
     assert augment is not None
     images = pair()
     assert augment(blip2_settings(), images, visit(1)) is images, "null: not at all"
-    found = augment(blip2_settings(augment=ALWAYS), images, visit(1))
-    assert np.array_equal(found, augmented(ALWAYS, images, visit(1)))
+    augmented = augment(blip2_settings(augment=ALWAYS), images, visit(1))
+    assert np.array_equal(augmented, augment_pair(ALWAYS, images, visit(1)))
     assert FAMILIES["m3diff"].augment is None

@@ -1,4 +1,4 @@
-"""What was trained, on disk: merged or laid over its base, the same logits, and told apart when damaged."""
+"""Checkpoints: merged models and adapters give the same logits, and damage is detected."""
 
 import json
 import shutil
@@ -49,7 +49,7 @@ def trained_checkpoint(base: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(trained_checkpoint: Path, base: Path, tmp_path: Path) -> Path:
-    """A copy of a checkpoint that a test may break, beside a copy of its base."""
+    """Return a copy of a checkpoint that a test may damage, next to a copy of its base."""
     shutil.copytree(base, tmp_path / "base")
     return Path(shutil.copytree(trained_checkpoint, tmp_path / "checkpoint"))
 
@@ -98,10 +98,10 @@ def test_adapters_are_loaded_without_a_warning_of_the_libraries_to_each_other(ch
 
 
 def test_adapters_are_not_laid_over_another_base(checkpoint):
-    other = tiny_base(checkpoint.parent / "other", seed=5)
-    hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other)]
-    with raises(CheckpointError, "models.other_base_digest", base=other, value=hashes[1], expected=hashes[0]):
-        load_model(checkpoint / ADAPTERS, base=other)
+    other_base = tiny_base(checkpoint.parent / "other", seed=5)
+    hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other_base)]
+    with raises(CheckpointError, "models.other_base_digest", base=other_base, value=hashes[1], expected=hashes[0]):
+        load_model(checkpoint / ADAPTERS, base=other_base)
     load_model(checkpoint)  # the merged model needs no base
 
 
@@ -182,14 +182,14 @@ def test_a_warning_names_what_was_edited_after_training(inner, name, checkpoint,
     load_model(folder)
     (warning,) = [record.message for record in caplog.records if record.name.endswith("checkpoint")]
     assert str(folder) in warning
-    assert f" {name};" in warning
+    assert f" {name}. " in warning
 
 
 def test_a_warning_names_a_file_that_was_added_after_training(checkpoint, caplog):
     (checkpoint / "special_tokens_map.json").write_text("{}")
     (checkpoint / "notes.txt").write_text("mine")
     load_model(checkpoint)
-    assert " special_tokens_map.json;" in caplog.text
+    assert " special_tokens_map.json. " in caplog.text
     assert "notes.txt" not in caplog.text
 
 
@@ -247,7 +247,7 @@ def test_an_export_overwrites_nothing_and_needs_adapters_to_export_them(base, tm
 
 
 def drop(file: Path, part: str) -> None:
-    """Leave the first weight with `part` in its name out of a file."""
+    """Remove the first weight with `part` in its name from a file."""
     weights = load_file(file)
     weights.pop(next(name for name in weights if part in name))
     save_file(weights, file, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""The contract of a family: what training, prediction, planning and registration ask of it, the same of every one."""
+"""The contract that training, prediction, planning and registration have with every model family."""
 
 import json
 import shutil
@@ -15,13 +15,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from m3diff.models import FAMILIES
-from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, folder_sha256, is_adapters, load_model, read_manifest
+from m3diff.models.checkpoint import (
+    ADAPTERS,
+    export_checkpoint,
+    folder_sha256,
+    has_only_adapters,
+    load_model,
+    read_manifest,
+)
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.fused import FusedLora, register_kernels
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.models.settings import Rates
-from m3diff.models.tuning import meta_model, prepare, trainable_names, unwrapped
+from m3diff.models.tuning import meta_model, prepare_for_training, trainable_names, unwrap_model
 from m3diff.records.errors import DataError, ValueFault
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs
@@ -43,7 +50,7 @@ PAIRS = [(colour_image(10 * k, (40, 30)), colour_image(10 * k + 1, (36, 48))) fo
 
 
 class Case(NamedTuple):
-    """A family on a base, with settings, and the checkpoint of a model that was trained on it."""
+    """A family with a base and settings, and the checkpoint of a model that was trained on this base."""
 
     name: str
     family: Family
@@ -52,7 +59,7 @@ class Case(NamedTuple):
     checkpoint: Path
 
     def logits(self, model: Any) -> torch.Tensor:
-        """Of two pairs."""
+        """Return the logits of two pairs."""
         inputs = pair_inputs(self.family.load_processor(self.base, model.config), PAIRS[:2], [QUESTION] * 2)
         with torch.no_grad():
             return model.eval()(**inputs).logits.clone()
@@ -71,7 +78,7 @@ def without_module(settings: Any) -> Any:
 
 
 def stock_of(case: Case) -> Any:
-    """transformers' own model of the base, and its weights by the names on disk."""
+    """Return transformers' model of the base, and the base's weights by their names on disk."""
     (name,) = json.loads((case.base / "config.json").read_text())["architectures"]
     stored = {k: w for file in case.base.glob("*.safetensors") for k, w in load_file(file).items()}
     return getattr(transformers, name).from_pretrained(
@@ -85,10 +92,10 @@ def test_the_weights_of_the_base_are_loaded_and_the_module_alone_is_new(case, tm
     for _ in range(2):
         torch.manual_seed(3)
         models.append(case.family.load_base(case.base, case.settings, torch.float32, "eager"))
-    ours, again, theirs = (dict(model.named_parameters()) for model in (*models, stock))
-    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
-    assert {case.family.part_of(name) for name in ours.keys() - theirs.keys()} <= set(case.family.new)
-    assert all(torch.equal(weight, again[name]) for name, weight in ours.items()), "from the seed alone"
+    weights, weights_again, stock_weights = (dict(model.named_parameters()) for model in (*models, stock))
+    assert all(torch.equal(weights[name], weight) for name, weight in stock_weights.items())
+    assert {case.family.part_of(name) for name in weights.keys() - stock_weights.keys()} <= set(case.family.new_parts)
+    assert all(torch.equal(weight, weights_again[name]) for name, weight in weights.items()), "from the seed alone"
     assert models[0].config._attn_implementation == "eager"
     models[0].save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors").keys()
@@ -98,11 +105,11 @@ def test_the_weights_of_the_base_are_loaded_and_the_module_alone_is_new(case, tm
 def test_without_its_module_a_model_is_transformers_own_on_the_same_base(case):
     plain = case.family.load_base(case.base, without_module(case.settings), torch.float32, "sdpa")
     stock, _ = stock_of(case)
-    given = ["input_ids", "attention_mask", "pixel_values"]
-    given += ["image_sizes", "batch_num_images"] if "onevision" in stock.config.model_type else []
+    names = ["input_ids", "attention_mask", "pixel_values"]
+    names += ["image_sizes", "batch_num_images"] if "onevision" in stock.config.model_type else []
     inputs = pair_inputs(case.family.load_processor(case.base, plain.config), PAIRS[:2], [QUESTION] * 2)
     with torch.no_grad():
-        expected = stock(**{name: inputs[name] for name in given}).logits
+        expected = stock(**{name: inputs[name] for name in names}).logits
     torch.testing.assert_close(case.logits(plain), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -131,14 +138,14 @@ def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case):
     parts = {case.family.part_of(name) for name, _ in model.named_parameters()}
     assert parts >= set(case.family.parts) - {"module"}
     assert ("module" in parts) == case.settings.has_module()
-    prepare(model, case.family, case.settings)
+    prepare_for_training(model, case.family, case.settings)
     trains = trainable_names(model)
     assert {case.family.part_of(name) for name in trains} == {
         part for part, rate in case.settings.rates.items() if rate is not None
     }
     adapted = {case.family.part_of(name) for name in trains if "lora_" in name}
     assert adapted == set(case.family.lora_targets) & {case.family.part_of(name) for name in trains}
-    assert not [name for name in trains if name.startswith(tuple(case.family.frozen) or "none")]
+    assert not [name for name in trains if name.startswith(tuple(case.family.unused_parameters) or "none")]
 
 
 OTHER_QUESTION = "And what else changed there?"
@@ -202,7 +209,7 @@ def test_a_question_with_the_image_token_is_refused_if_it_is_read(processor, cas
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "module")], ids=str)
 def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
-    """Torch counts causal attention as the whole square."""
+    """Torch counts causal attention like full attention."""
     changed = {part: None if part in frozen else rate for part, rate in case.settings.rates.items()}
     settings = replace(case.settings, rates=Rates(**changed))
     model = meta_model(case.family.planned_config(case.base, settings), case.family, settings)
@@ -218,8 +225,8 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
     half = terms["llm attention"]
     assert sum(term.forward for term in terms.values()) + half.forward == forward
     if "1.5" not in case.name or frozen[:1] == ("vision",):  # its encoder's last layer feeds nothing
-        found = sum(term.total for term in terms.values()) + half.total
-        assert found == pytest.approx(counter.get_total_flops(), rel=5e-3)
+        counted = sum(term.total for term in terms.values()) + half.total
+        assert counted == pytest.approx(counter.get_total_flops(), rel=5e-3)
     assert all(terms[part].backward == 0 for part in frozen if part == "vision")
     assert frozen or terms["llm"].recomputed == terms["llm"].forward, "each linear is in a layer and has a gradient"
     assert {name for name, term in terms.items() if term.recomputed} <= {*terms} - {"projector", "head"}
@@ -227,11 +234,11 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])
 def test_both_exports_load_without_parameters_and_give_the_trained_logits(adapters, case, tmp_path):
-    expected = case.logits(unwrapped(tiny_trained(case.base, case.settings)))
+    expected = case.logits(unwrap_model(tiny_trained(case.base, case.settings)))
     export_checkpoint(case.checkpoint, tmp_path / "out", adapters)
     loaded, family = load_model(tmp_path / "out")
     assert family is case.family
-    assert is_adapters(tmp_path / "out") == adapters
+    assert has_only_adapters(tmp_path / "out") == adapters
     assert not (tmp_path / "out" / ADAPTERS).exists()
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     torch.testing.assert_close(case.logits(loaded), expected, rtol=1e-4, atol=1e-4)
@@ -249,7 +256,7 @@ def test_both_exports_load_without_parameters_and_give_the_trained_logits(adapte
 
 
 def by_hand(captioner: Captioner, pair: Any, question: str) -> str:
-    """Greedy decoding of one pair without `generate`: the whole sequence again for every token."""
+    """Decode one pair greedily without `generate`, computing the whole sequence again for each token."""
     inputs = pair_inputs(captioner.processor, [pair], [question])
     ids = inputs.pop("input_ids")
     answer_ids = []
@@ -298,18 +305,18 @@ def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case):
         assert np.abs(maps[0].astype(float) - maps[1]).max() > 1e-3, "maps that are all alike would show nothing"
 
 
-def trains(case: Case, dtype: torch.dtype, way: str | None = "none") -> Any:
-    """A model as it trains, with adapters that have moved; fused but for None."""
+def trains(case: Case, dtype: torch.dtype, activation_checkpointing: str | None = "none") -> Any:
+    """Return a model in training mode with nonzero adapters, fused unless `activation_checkpointing` is None."""
     torch.manual_seed(3)
     model = case.family.load_base(case.base, case.settings, torch.float32, register_kernels())
     scale_features(model)
-    prepare(model, case.family, case.settings)
+    prepare_for_training(model, case.family, case.settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.2)
-    if way:
-        case.family.fuse(model, way)
+    if activation_checkpointing:
+        case.family.fuse(model, activation_checkpointing)
     return model.to(dtype).train()
 
 
@@ -318,12 +325,12 @@ def trains(case: Case, dtype: torch.dtype, way: str | None = "none") -> Any:
     ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")], ids=str
 )
 def test_packed_equals_unpacked(captions, dtype, kernel, case):
-    """Of one question, or of a question per caption."""
+    """All captions of a pair have one question, or each has its own."""
     model = trains(case, dtype)
     processor = case.family.load_processor(case.base, model.config)
     rng = np.random.default_rng(0)
-    asked = [QUESTION] * 2 if len(captions) == 1 else [QUESTION, "What is new?", "Is the red ball gone?"]
-    prompts = [processor.encode_prompt(question) for question in asked]
+    questions = [QUESTION] * 2 if len(captions) == 1 else [QUESTION, "What is new?", "Is the red ball gone?"]
+    prompts = [processor.encode_prompt(question) for question in questions]
     groups = [[(prompt, rng.integers(5, 30, rng.integers(1, 9)).tolist()) for prompt in prompts[:n]] for n in captions]
 
     def loss_of(chosen: list, pairs: list, kernel: Any) -> torch.Tensor:
@@ -332,8 +339,8 @@ def test_packed_equals_unpacked(captions, dtype, kernel, case):
         images = np.stack([processor.prepare_image(image) for pair in pairs for image in pair])
         inputs = processor.image_inputs(torch.from_numpy(images)) | attention_inputs(batch, device)
         inputs |= {"pixel_values": inputs["pixel_values"].to(dtype), "use_cache": False}
-        asked = {"input_ids": batch.packed.input_ids, "position_ids": batch.packed.position_ids}
-        logits = model(**asked, **inputs, logits_to_keep=batch.packed.supervised).logits
+        text_inputs = {"input_ids": batch.packed.input_ids, "position_ids": batch.packed.position_ids}
+        logits = model(**text_inputs, **inputs, logits_to_keep=batch.packed.supervised).logits
         return torch.nn.functional.cross_entropy(logits, batch.packed.labels, reduction="sum")
 
     def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -341,27 +348,29 @@ def test_packed_equals_unpacked(captions, dtype, kernel, case):
         loss.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    together = loss_of(groups, PAIRS[: len(groups)], kernel)
-    packed = gradients(together)
+    packed_loss = loss_of(groups, PAIRS[: len(groups)], kernel)
+    packed = gradients(packed_loss)
     assert {name for name, p in model.named_parameters() if p.requires_grad and "lora_" in name} <= packed.keys()
-    each = [([[one]], PAIRS[n : n + 1]) for n, members in enumerate(groups) for one in members]
-    alone = sum(loss_of(*one, "sdpa") for one in each)
-    unpacked = gradients(alone)
+    unpacked_loss: Any = 0
+    for pair, group in zip(PAIRS, groups, strict=False):
+        for reference in group:
+            unpacked_loss = unpacked_loss + loss_of([[reference]], [pair], "sdpa")
+    unpacked = gradients(unpacked_loss)
     assert packed.keys() == unpacked.keys()
     # a branch that saw a sibling, another pair's picture, or a position off by one, moves both by more than 1e-3
     loss_tolerance, tolerance = (1e-6, 1e-4) if dtype == torch.float32 else (1e-14, 1e-12)
-    torch.testing.assert_close(together, alone, rtol=loss_tolerance, atol=0)
-    whole = torch.stack([gradient.norm() for gradient in unpacked.values()]).norm()
+    torch.testing.assert_close(packed_loss, unpacked_loss, rtol=loss_tolerance, atol=0)
+    total_norm = torch.stack([gradient.norm() for gradient in unpacked.values()]).norm()
     for name, gradient in unpacked.items():
-        assert (packed[name] - gradient).norm() < tolerance * max(gradient.norm(), 1e-2 * whole), name
+        assert (packed[name] - gradient).norm() < tolerance * max(gradient.norm(), 1e-2 * total_norm), name
     if len(captions) > 1:
-        assert abs(float(loss_of(groups, PAIRS[: len(groups)][::-1], "sdpa") - together)) > 1e-3
+        assert abs(float(loss_of(groups, PAIRS[: len(groups)][::-1], "sdpa") - packed_loss)) > 1e-3
 
 
-@pytest.mark.parametrize("way", ["none", "selective", "full"])
-def test_fusing_changes_classes_and_no_number(way, case):
-    found = []
-    for fused in (None, way):
+@pytest.mark.parametrize("activation_checkpointing", ["none", "selective", "full"])
+def test_fusing_changes_classes_and_no_number(activation_checkpointing, case):
+    results = []
+    for fused in (None, activation_checkpointing):
         model = trains(case, torch.float32, fused)
         assert any(isinstance(module, FusedLora) for module in model.modules()) == bool(fused)
         assert model.is_gradient_checkpointing == (fused == "full")
@@ -371,16 +380,16 @@ def test_fusing_changes_classes_and_no_number(way, case):
         inputs |= {"attention_mask": None, "logits_to_keep": keep, "tokens": inputs["input_ids"], "use_cache": False}
         logits = model(**inputs).logits
         logits.square().mean().backward()
-        found.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    stock, ours = found
-    whole = max(float(gradient.norm()) for gradient in stock[1:])
-    assert float((ours[0] - stock[0]).norm()) < 1e-4 * float(stock[0].norm())
-    for mine, theirs in zip(ours[1:], stock[1:], strict=True):
-        assert float((mine - theirs).norm()) < 1e-4 * whole
+        results.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    stock_results, fused_results = results
+    largest_norm = max(float(gradient.norm()) for gradient in stock_results[1:])
+    assert float((fused_results[0] - stock_results[0]).norm()) < 1e-4 * float(stock_results[0].norm())
+    for gradient, stock_gradient in zip(fused_results[1:], stock_results[1:], strict=True):
+        assert float((gradient - stock_gradient).norm()) < 1e-4 * largest_norm
 
 
 def test_a_folder_without_a_weight_is_refused(case, tmp_path):
-    """A base's, and one of a trained model, whose module is not made anew without a word."""
+    """The folder is a base, or a trained model, whose missing module must not be replaced by a new one."""
     chosen = {
         case.base: "proj",
         case.checkpoint: {"m3diff": ".mdp.", "onediff": ".vdm."}.get(case.settings.family, "qformer"),
@@ -389,13 +398,13 @@ def test_a_folder_without_a_weight_is_refused(case, tmp_path):
         folder = shutil.copytree(source, tmp_path / source.name)
         for file in folder.glob("*.safetensors"):
             weights = load_file(file)
-            kept = {name: weight for name, weight in weights.items() if part not in name}
-            save_file(kept, file, {"format": "pt"})
+            other_weights = {name: weight for name, weight in weights.items() if part not in name}
+            save_file(other_weights, file, {"format": "pt"})
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            places = json.loads(index.read_text())["weight_map"]
-            places = {name: place for name, place in places.items() if part not in name}
-            index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+            file_by_weight = json.loads(index.read_text())["weight_map"]
+            file_by_weight = {name: file_name for name, file_name in file_by_weight.items() if part not in name}
+            index.write_text(json.dumps({"metadata": {}, "weight_map": file_by_weight}))
         if "without" not in case.name or source == case.base:
             with raises(DataError, "models.weights_missing", path=folder):
                 case.family.load_base(folder, case.settings, torch.float32, "sdpa")

@@ -1,4 +1,4 @@
-"""A base's generation_config.json changes no caption, on any way from a checkpoint to a text."""
+"""A base's generation_config.json does not change captions, however the checkpoint is used."""
 
 import json
 import logging
@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from m3diff.commands.export.families import SHARED
 from m3diff.commands.export.hub import write_model
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, read_manifest, verify_manifest, write_manifest
-from m3diff.models.decoding import FILE, decoding_settings
+from m3diff.models.decoding import GENERATION_CONFIG_FILE, decoding_settings
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.serving.caption import PairToCaption, caption_pairs
 from m3diff.settings.load import load_params
@@ -54,8 +54,8 @@ EVERYTHING = {"repetition_penalty": 1.8, "no_repeat_ngram_size": 1, "min_new_tok
 
 
 def add_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write settings into a folder's generation_config.json, and its manifest anew."""
-    file = folder / FILE
+    """Write settings to a folder's generation_config.json, and update its manifest."""
+    file = folder / GENERATION_CONFIG_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     if (folder / "manifest.json").is_file():
         facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
@@ -71,7 +71,7 @@ def captions_of(folder: Path, base: Path | None = None) -> list[str]:
 
 
 def stock_captions(folder: Path, processor: Any) -> list[str]:
-    """The captions by transformers' own classes and their `generate`, without any setting but the length."""
+    """Return the captions of transformers' classes and their `generate`, called with only the length."""
     model = AutoModelForImageTextToText.from_pretrained(folder)
     inputs = pair_inputs(processor, images_of_pairs(), [QUESTION] * PAIRS)
     tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS)
@@ -80,7 +80,7 @@ def stock_captions(folder: Path, processor: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A checkpoint on a base without decoding settings, and its captions."""
+    """Return a checkpoint whose base has no decoding settings, and its captions."""
     root = tmp_path_factory.mktemp("plain")
     base, settings = tiny("m3diff", root / "base")
     checkpoint = tiny_checkpoint(base, root / "checkpoint", settings)
@@ -100,7 +100,7 @@ def test_a_checkpoint_does_not_take_over_the_settings_of_its_base(name, tmp_path
     base, settings = tiny("m3diff", tmp_path / "base")
     add_settings(base, SETTINGS[name] | {"eos_token_id": [592, 5]})
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", settings)
-    written = json.loads((checkpoint / FILE).read_text())
+    written = json.loads((checkpoint / GENERATION_CONFIG_FILE).read_text())
     assert decoding_settings(written) == {}
     assert written["eos_token_id"] == load_captioner(checkpoint).processor.end_id
     assert captions_of(checkpoint / ADAPTERS) == captions_of(checkpoint)
@@ -136,16 +136,16 @@ def test_predict_caption_and_serve_load_the_same_greedy_model(plain, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["m3diff without a module", "blip2idc", "blip2idc on Qwen2"])
-@pytest.mark.parametrize("way", ["checkpoint", "merged", "hub"])
-def test_stock_generate_gives_the_captions_that_were_scored(case, way, tmp_path):
+@pytest.mark.parametrize("export", ["checkpoint", "merged", "hub"])
+def test_stock_generate_gives_the_captions_that_were_scored(case, export, tmp_path):
     base, settings = tiny(case, tmp_path / "base")
     add_settings(base, EVERYTHING)
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", settings)
     family = read_manifest(checkpoint)["family"]
-    folder = tmp_path / way
-    if way == "merged":
+    folder = tmp_path / export
+    if export == "merged":
         export_checkpoint(checkpoint, folder, adapters=False)
-    if way == "hub":
+    if export == "hub":
         folder.mkdir()
         write_model(checkpoint, folder, SHARED[family], MAX_NEW_TOKENS, QUESTION)
     captioner = load_captioner(checkpoint, MAX_NEW_TOKENS)
@@ -156,7 +156,7 @@ def test_an_export_drops_the_settings_of_an_older_checkpoint(plain, tmp_path):
     older = Path(shutil.copytree(plain[0], tmp_path / "older"))
     add_settings(older, EVERYTHING)
     export_checkpoint(older, tmp_path / "out", adapters=False)
-    assert decoding_settings(json.loads((tmp_path / "out" / FILE).read_text())) == {}
+    assert decoding_settings(json.loads((tmp_path / "out" / GENERATION_CONFIG_FILE).read_text())) == {}
     assert verify_manifest(tmp_path / "out")["family"] == "m3diff"
 
 
@@ -166,7 +166,7 @@ def test_one_line_names_the_settings_that_are_dropped(plain, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "m3diff.models.decoding"):
         captions_of(copied)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "m3diff.models.decoding"]
-    assert str(copied / FILE) in line
+    assert str(copied / GENERATION_CONFIG_FILE) in line
     assert "repetition_penalty 1.05" in line
     assert "do_sample True" in line
     assert "max_new_tokens" not in line
@@ -174,13 +174,13 @@ def test_one_line_names_the_settings_that_are_dropped(plain, tmp_path, caplog):
 
 def test_nothing_is_dropped_from_the_embedded_base_and_from_a_hub_folder(plain, tmp_path, caplog):
     write_model(plain[0], tmp_path, SHARED["m3diff"], MAX_NEW_TOKENS, QUESTION)
-    assert decoding_settings(json.loads((BASE / FILE).read_text())) == {}
-    assert decoding_settings(json.loads((tmp_path / FILE).read_text())).keys() == {"max_new_tokens"}
+    assert decoding_settings(json.loads((BASE / GENERATION_CONFIG_FILE).read_text())) == {}
+    assert decoding_settings(json.loads((tmp_path / GENERATION_CONFIG_FILE).read_text())).keys() == {"max_new_tokens"}
     caplog.clear()
     captions_of(plain[0])
     assert [record for record in caplog.records if record.name == "m3diff.models.decoding"] == []
 
 
 def test_a_checkpoint_without_settings_keeps_the_bytes_of_its_generation_config(plain):
-    written = json.loads((plain[0] / FILE).read_text())
-    assert written == json.loads((plain[0].parent / "base" / FILE).read_text())
+    written = json.loads((plain[0] / GENERATION_CONFIG_FILE).read_text())
+    assert written == json.loads((plain[0].parent / "base" / GENERATION_CONFIG_FILE).read_text())

@@ -1,4 +1,4 @@
-"""A model folder that brings code, pickles or ways to other files is refused, and nothing of it runs."""
+"""Model folders with code, pickles or references to other files are refused, and no code runs."""
 
 import ast
 import builtins
@@ -54,7 +54,7 @@ OWN_MAP = {"AutoConfig": "m3diff_model.M3DiffConfig"}
 
 
 class TouchMark:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -75,7 +75,7 @@ def checkpoint_once(base_once: Path) -> Path:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """The file that foreign code makes when it runs."""
+    """Return the file that foreign code creates if it runs."""
     return tmp_path / "ran"
 
 
@@ -111,7 +111,7 @@ def set_fields(file: Path, **fields: object) -> None:
 
 
 def list_again(folder: Path) -> None:
-    """Write the manifest of what the folder holds now, as an attacker would."""
+    """Write a manifest of the current files of the folder, like an attacker."""
     facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
     write_manifest(folder, **facts)
 
@@ -140,10 +140,10 @@ FIELDS: dict[str, tuple[str, str, object]] = {
 }
 
 
-def set_at(file: Path, place: str, value: object) -> None:
-    """Set a field of a JSON file by its place, such as `text_config.auto_map`."""
+def set_at(file: Path, path: str, value: object) -> None:
+    """Set a field of a JSON file by its path, such as `text_config.auto_map`."""
     content = json.loads(file.read_text()) if file.is_file() else {}
-    *parents, name = place.split(".")
+    *parents, name = path.split(".")
     inner = content
     for parent in parents:
         inner = inner.setdefault(parent, {})
@@ -153,7 +153,7 @@ def set_at(file: Path, place: str, value: object) -> None:
 
 
 def code_of(case: str) -> str:
-    """The code of the error for a case of FIELDS."""
+    """Return the error code for a case of FIELDS."""
     if case in ("a class that is no tokenizer", "a tokenizer that asks again"):
         return "models.field_names_no_tokenizer"
     if case == "compiled code of a hub":
@@ -178,7 +178,7 @@ def test_a_field_that_leads_to_code_or_other_files_is_refused_by_name(case, chec
 @pytest.mark.fault("31")
 @pytest.mark.parametrize("case", [case for case, (_, field, _) in FIELDS.items() if field.endswith("auto_map")])
 def test_transformers_itself_is_told_to_trust_no_code(case, checkpoint, mark, monkeypatch):
-    """The same folders if nothing had refused them: they load or fail, and nothing asks or runs."""
+    """If nothing refused these folders, they would load or fail, but not prompt or run code."""
     for module in (checkpoint_module, family_module):
         monkeypatch.setattr(module, "refuse_foreign_code", lambda folder: None)
     name, field, value = FIELDS[case]
@@ -196,7 +196,7 @@ def test_transformers_itself_is_told_to_trust_no_code(case, checkpoint, mark, mo
 
 @pytest.mark.fault("31")
 def test_adapters_in_a_models_own_folder_are_refused(checkpoint):
-    """transformers would lay them over the model by itself, whatever kind they are."""
+    """transformers would add such adapters to the model by itself, whatever their kind."""
     set_fields(checkpoint / "adapter_config.json", peft_type="LORA", base_model_name_or_path="owner/name")
     list_again(checkpoint)
     with raises(ForeignCodeError, "models.adapters_of_transformers", path=checkpoint / "adapter_config.json"):
@@ -264,7 +264,7 @@ def test_pickled_weights_in_place_of_safetensors_are_refused_unread(weights, pic
 
 @pytest.mark.fault("31")
 def test_without_its_files_a_folder_of_adapters_asks_no_hub(checkpoint, monkeypatch):
-    """A relative path of two names is also the name of a repository of a hub."""
+    """A relative path of two names is also the name of a repository on a hub."""
     monkeypatch.chdir(checkpoint)
     monkeypatch.setattr(socket.socket, "connect", refuse_connection)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -303,8 +303,8 @@ def test_a_link_out_of_the_folder_is_refused(make_link, checkpoint):
 def test_links_within_the_folder_and_into_caches_by_content_are_followed(checkpoint, tmp_path):
     shutil.move(checkpoint / "tokenizer.json", checkpoint / "other.json")
     (checkpoint / "tokenizer.json").symlink_to("other.json")
-    for place in ("cache/files/md5/0f/" + "a" * 30, "hub/models--a--b/blobs/" + "b" * 40):
-        (tmp_path / place).parent.mkdir(parents=True)
+    for target in ("cache/files/md5/0f/" + "a" * 30, "hub/models--a--b/blobs/" + "b" * 40):
+        (tmp_path / target).parent.mkdir(parents=True)
     shutil.move(checkpoint / "config.json", tmp_path / ("cache/files/md5/0f/" + "a" * 30))
     (checkpoint / "config.json").symlink_to(tmp_path / ("cache/files/md5/0f/" + "a" * 30))
     shutil.move(checkpoint / "chat_template.jinja", tmp_path / ("hub/models--a--b/blobs/" + "b" * 40))
@@ -469,7 +469,7 @@ def test_a_vocabulary_may_have_any_word(tmp_path):
 
 
 def calls_of_loaders() -> list[tuple[str, ast.Call]]:
-    """Each call of a `from_pretrained`, with its place."""
+    """Return each call of a `from_pretrained` with its location."""
     calls: list[tuple[str, ast.Call]] = []
     for package in ("components", "flows", "infra", "benchmarks"):
         for file in sorted((REPOSITORY / package).rglob("*.py")):
@@ -480,25 +480,25 @@ def calls_of_loaders() -> list[tuple[str, ast.Call]]:
 
 
 def refuses_code(call: ast.Call) -> bool:
-    """True if the call has `trust_remote_code=False`. peft has no such argument: its configuration must be ours."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    """Return whether a call has `trust_remote_code=False`, or `config` for peft, which lacks this argument."""
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     if ast.unparse(call.func) == "PeftModel.from_pretrained":
-        return "config" in given
-    trust = given.get("trust_remote_code")
+        return "config" in arguments
+    trust = arguments.get("trust_remote_code")
     return isinstance(trust, ast.Constant) and trust.value is False
 
 
 def test_every_loader_of_the_project_trusts_no_code():
     calls = calls_of_loaders()
     assert len(calls) >= 15
-    assert [place for place, call in calls if not refuses_code(call)] == []
+    assert [location for location, call in calls if not refuses_code(call)] == []
 
 
 def test_the_project_calls_no_loader_that_unpickles_or_makes_a_pipeline():
     forbidden = ("torch.load", "pickle.load", "pickle.loads", "transformers.pipeline", "torch.hub.load", "joblib.load")
-    places = []
+    locations = []
     for file in sorted((REPOSITORY / "components").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in forbidden:
-                places.append(f"{file.name}:{node.lineno}")
-    assert places == []
+                locations.append(f"{file.name}:{node.lineno}")
+    assert locations == []

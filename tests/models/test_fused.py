@@ -1,4 +1,4 @@
-"""Fused kernels against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
+"""Fused kernels compared with those of transformers and peft: logits, gradients and stored activations."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,8 +11,16 @@ from torch.nn.attention.flex_attention import create_mask
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.models.fused import FLEX_BLOCK, FusedEncoderLayer, SwiGLU, fused_attention, make_fused, recomputing, swiglu
-from m3diff.models.tuning import prepare, unwrapped
+from m3diff.models.fused import (
+    FLEX_BLOCK,
+    FusedEncoderLayer,
+    SwiGLU,
+    make_fused,
+    recompute_in_backward,
+    require_fused_attention,
+    swiglu,
+)
+from m3diff.models.tuning import prepare_for_training, unwrap_model
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import attention_inputs
 from m3diff.stages.train.packing import Packed, pack
@@ -21,7 +29,7 @@ from tests.tiny import MDP, SIDE, tiny_model, tiny_settings
 
 
 def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
-    """By the rule as one mask over the whole row, or by the inputs of a kernel."""
+    """Return the loss, with the rule as one mask over the whole row or with a kernel's inputs."""
     inputs: dict[str, Any] = {"attention_mask": mask_of(packed)}
     if kernel != "rule":
         device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
@@ -42,7 +50,7 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 def adapted_model(dtype: torch.dtype, rank: int = 2) -> nn.Module:
     model = tiny_model(MDP)
-    adapted = prepare(model, FAMILIES["m3diff"], tiny_settings(rank=rank))
+    adapted = prepare_for_training(model, FAMILIES["m3diff"], tiny_settings(rank=rank))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -63,13 +71,13 @@ def batch(dtype: torch.dtype) -> tuple[Packed, Tensor]:
 def test_every_way_gives_the_stock_loss_and_gradients(activation_checkpointing, kernel, rank, dtype, rtol):
     model = adapted_model(dtype, rank)
     (packed, pixels) = batch(dtype)
-    make_fused(unwrapped(model), stock=True)
+    make_fused(unwrap_model(model), stock=True)
     stock_loss = summed_loss(model, packed, pixels)
     stock_gradients = gradients(model, stock_loss)
-    make_fused(unwrapped(model), activation_checkpointing)
+    make_fused(unwrap_model(model), activation_checkpointing)
     folds = rank == 5 and activation_checkpointing == "none" and dtype == torch.float32
-    llm = unwrapped(model).model.language_model.layers[0]
-    encoder = unwrapped(model).model.vision_tower.encoder
+    llm = unwrap_model(model).model.language_model.layers[0]
+    encoder = unwrap_model(model).model.vision_tower.encoder
     assert llm.folds_adapters == folds
     assert llm.is_selective == (activation_checkpointing == "selective")
     assert isinstance(encoder.layers[0], FusedEncoderLayer) == folds
@@ -89,7 +97,7 @@ def test_a_recomputed_product_is_not_kept_for_backward(is_recomputed):
     gate, up = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
     product = SwiGLU.apply(gate, up)
     storage = StorageWeakRef(product.untyped_storage())
-    with recomputing(product, SwiGLU.apply, gate, up) if is_recomputed else nullcontext():
+    with recompute_in_backward(product, SwiGLU.apply, gate, up) if is_recomputed else nullcontext():
         out = down(product)
     del product
     assert storage.expired() == is_recomputed
@@ -122,7 +130,7 @@ def test_flex_attention_skips_the_blocks_in_which_no_token_sees_another():
 def test_only_a_fused_attention_kernel_is_let_run():
     model = adapted_model(torch.float32)
     (packed, pixels) = batch(torch.float32)
-    with fused_attention():
+    with require_fused_attention():
         summed_loss(model, packed, pixels).backward()
         query = torch.randn(1, 2, 4, 8)
         score = torch.randn(1, 1, 4, 4, requires_grad=True)  # no fused kernel gives a mask's gradient

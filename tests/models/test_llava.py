@@ -1,4 +1,4 @@
-"""M3Diff and OneDiff on LLaVA: pairs alone, places of delta tokens, the prompt, and the BERT at the start."""
+"""M3Diff and OneDiff on LLaVA: independence of pairs, positions of delta tokens, prompts, and BERT weights."""
 
 import json
 import shutil
@@ -35,8 +35,8 @@ def pair_inputs(pairs: int = 2, seed: int = 0) -> dict:
     ids = torch.tensor([[7, *image, *image, 9, 11 + row, 13] for row in range(pairs)])
     pixels = torch.randn(2 * pairs, 3, SIDE, SIDE)
     sizes = torch.full((2 * pairs, 2), SIDE)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "image_sizes": sizes}
-    return given | {"batch_num_images": torch.full((pairs,), 2)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels, "image_sizes": sizes}
+    return inputs | {"batch_num_images": torch.full((pairs,), 2)}
 
 
 def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path):
@@ -57,7 +57,7 @@ def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path):
 
 
 def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
-    """Against the module by hand on the hidden states that transformers gives."""
+    """The reference applies the module to the hidden states of transformers."""
     model = tiny_model({**MDP, "vision_feature_layers": [0, 2]})
     pixels = torch.randn(6, 3, SIDE, SIDE)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
         torch.testing.assert_close(actual[after], want_2)
         maps = saliency_map(model, pixels)
         assert maps.shape == (3, 3, 3)
-        with model.model.mdp.recorded_maps() as levels:
+        with model.model.mdp.record_maps() as levels:
             model.model.mdp(before_levels, after_levels, states[-1][before], states[-1][after])
         torch.testing.assert_close(maps.flatten(1), sum(levels) / 2)
 
@@ -110,15 +110,15 @@ def test_the_prompt_is_llavas_own(llava):
 
 
 @pytest.mark.parametrize("module", [VDM, SEPARATE | {"projection": "shared"}], ids=["own", "shared"])
-@pytest.mark.parametrize("place", ["after", "between", "before"])
-def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place, module, base):
-    model = tiny_trained(base, onediff_settings(module | {"place": place})).get_base_model()
+@pytest.mark.parametrize("delta_place", ["after", "between", "before"])
+def test_the_llm_sees_patches_and_delta_tokens_in_their_order(delta_place, module, base):
+    model = tiny_trained(base, onediff_settings(module | {"place": delta_place})).get_base_model()
     config = model.config
     inner = model.model
     image_tokens = config.patches + config.newline
     before_tokens, after_tokens = config.visual_token_counts()
-    assert before_tokens == (image_tokens if place == "after" else image_tokens + 3)
-    assert after_tokens == (image_tokens + 3 if place == "after" else image_tokens)
+    assert before_tokens == (image_tokens if delta_place == "after" else image_tokens + 3)
+    assert after_tokens == (image_tokens + 3 if delta_place == "after" else image_tokens)
     processor: Any = ONEDIFF.load_processor(base, config)
     image = processor.tokenizer.convert_tokens_to_ids("<image>")
     assert processor.encode_prompt(QUESTION).count(image) == 2 * image_tokens + 3 == config.image_tokens
@@ -137,7 +137,7 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(place, module, bas
         order = {"after": [before, after, delta], "between": [before, delta, after], "before": [delta, before, after]}
         actual = inner.get_image_features(pixels, batch_num_images=[2, 2]).pooler_output
         rows = [torch.cat(list(actual[2 * n : 2 * n + 2])) for n in range(2)]
-        torch.testing.assert_close(torch.stack(rows), torch.cat(order[place], dim=1))
+        torch.testing.assert_close(torch.stack(rows), torch.cat(order[delta_place], dim=1))
         swapped = inputs | {"pixel_values": pixels.unflatten(0, (2, 2)).flip(1).flatten(0, 1)}
         assert (model(**swapped).logits - model(**inputs).logits).abs().max() > 1e-4
 

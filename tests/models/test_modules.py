@@ -1,4 +1,4 @@
-"""The modules against their equations in float64: a wrong operand, order or sign moves a result by over 1e-3."""
+"""The modules compared with their equations in float64. A wrong operand, order or sign changes results by 1e-3."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from m3diff.models.layers import grid_positions, recorded, sincos_positions
+from m3diff.models.layers import grid_positions, record_tensors, sincos_positions
 from m3diff.models.llava import NewModuleInit
 from m3diff.models.m3diff import contribution_figures
 from m3diff.models.m3diff_model import BareDifference, DifferentialPerception
@@ -21,7 +21,7 @@ from m3diff.records.errors import DataError
 from tests.errors import raises
 from tests.models import equations
 
-HERE: Any = (torch.float32, "cpu")
+FP32_ON_CPU: Any = (torch.float32, "cpu")
 B = 3
 N = 5
 D = 12
@@ -70,11 +70,11 @@ def test_the_mdp_module_equals_its_equations(residual, share_levels, score, laye
     module = mdp(residual=residual, share_levels=share_levels, score=score, layers=layers)
     before = features()
     after = features(seed=1)
-    last = features(2, seed=2)
-    actual = module(before, after, *last)
-    for b, expected in enumerate(of_each_pair(equations.mdp, module, before, after, last)):
+    base_features = features(2, seed=2)
+    actual = module(before, after, *base_features)
+    for b, expected in enumerate(of_each_pair(equations.mdp, module, before, after, base_features)):
         torch.testing.assert_close([image[b] for image in actual], expected, rtol=1e-10, atol=1e-12)
-    swapped = module(after, before, last[1], last[0])
+    swapped = module(after, before, base_features[1], base_features[0])
     assert (actual[0] - swapped[1]).abs().max() > 1e-3, "equation (3) holds the signed difference"
     assert len(module.levels) == (1 if share_levels else 3)
 
@@ -110,7 +110,7 @@ def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head():
     heads = 2
     amplitude = 1.5
     with torch.device("meta"):  # kept for a model with storage after one without
-        actual = sincos_positions(side, width, heads, amplitude, *HERE)
+        actual = sincos_positions(side, width, heads, amplitude, *FP32_ON_CPU)
     assert actual.shape == (side * side, width)
     assert actual.device.type == "cpu"
     for y in range(side):
@@ -120,7 +120,7 @@ def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head():
 
 
 def test_the_grid_of_positions_is_as_large_as_that_of_the_patches():
-    assert torch.equal(grid_positions(torch.randn(B, 4, D), D, 3, 2.0), sincos_positions(2, D, 3, 2.0, *HERE))
+    assert torch.equal(grid_positions(torch.randn(B, 4, D), D, 3, 2.0), sincos_positions(2, D, 3, 2.0, *FP32_ON_CPU))
     assert grid_positions(torch.randn(B, 4, D), D, 3, 0.0) is None
 
 
@@ -136,13 +136,14 @@ def test_positions_are_added_to_queries_and_keys_of_every_grid_after_the_norm():
 
 
 def maps_of(module: nn.Module, *arguments: Any) -> list[Tensor]:
-    """The maps of one pass; asking for them changes no number, and the next pass leaves none."""
-    plain = module(*arguments)
-    with module.recorded_maps() as maps:
-        recorded = module(*arguments)
+    """Return the maps of one pass. Assert that recording them does not change the output."""
+    unrecorded_output = module(*arguments)
+    with module.record_maps() as maps:
+        recorded_output = module(*arguments)
     module(*arguments)
-    torch.testing.assert_close(recorded, plain, rtol=0, atol=0)
-    torch.testing.assert_close([one.sum(1) for one in maps], [torch.ones(len(one), dtype=one.dtype) for one in maps])
+    torch.testing.assert_close(recorded_output, unrecorded_output, rtol=0, atol=0)
+    for saliency in maps:
+        torch.testing.assert_close(saliency.sum(1), torch.ones(len(saliency), dtype=saliency.dtype))
     return maps
 
 
@@ -154,17 +155,17 @@ def test_the_mdp_modules_maps_are_what_the_first_layer_moves_in_each_level(share
     maps = maps_of(module, before, after, *features(2, seed=2))
     for number, (f1, f2) in enumerate(zip(before, after, strict=True)):
         level = module.level(number)
-        first = level.layers[0]
-        reached = torch.zeros(B, N, dtype=torch.float64)
-        with recorded([first], lambda *_, result: result[1]) as differences:
+        layer = level.layers[0]
+        contributions = torch.zeros(B, N, dtype=torch.float64)
+        with record_tensors([layer], lambda *_, result: result[1]) as differences:
             level(torch.cat([f1, f2]))
         (moving,) = differences
         for b in range(B):
             for f in (f1, f2):
-                query = equations.norm(f[b], first.norm_feature)
-                parts = equations.brought(query, torch.cat([query, moving[b]]), first.feature_attention)
-                reached[b] += sum(part.norm(dim=-1) for part in parts)[:, N:].sum(0)
-        torch.testing.assert_close(maps[number], reached / reached.sum(1, keepdim=True))
+                query = equations.norm(f[b], layer.norm_feature)
+                parts = equations.brought(query, torch.cat([query, moving[b]]), layer.feature_attention)
+                contributions[b] += sum(part.norm(dim=-1) for part in parts)[:, N:].sum(0)
+        torch.testing.assert_close(maps[number], contributions / contributions.sum(1, keepdim=True))
     assert len(maps) == 3
 
 
@@ -174,9 +175,9 @@ def test_the_bare_differences_maps_are_the_sizes_of_what_each_places_difference_
     before = features()
     after = features(seed=1)
     maps = maps_of(module, before, after, *features(2, seed=2))
-    for number, found in enumerate(maps):
+    for number, difference_map in enumerate(maps):
         sizes = ((after[number] - before[number]) @ module.level(number).weight.T).norm(dim=-1)
-        torch.testing.assert_close(found, sizes / sizes.sum(1, keepdim=True))
+        torch.testing.assert_close(difference_map, sizes / sizes.sum(1, keepdim=True))
     assert len(maps) == 3
     same = bare(vision_feature_layers=(1,))
     torch.testing.assert_close(maps_of(same, before[:1], before[:1], *after[:2])[0], torch.full_like(maps[0], 1 / N))
@@ -189,8 +190,8 @@ def test_the_vdms_maps_are_of_the_places_that_bring_the_difference(images, norm)
     arguments = (features(2), features(2, 1))
     maps = maps_of(module, *arguments)
     torch.testing.assert_close(maps, equations.vdm_maps(module, *arguments), rtol=1e-10, atol=1e-12)
-    assert [one.shape for one in maps] == [(B, N)] * 2
-    assert all((one - 1 / N).abs().max() > 1e-3 for one in maps), "maps that are all alike would show nothing"
+    assert [saliency.shape for saliency in maps] == [(B, N)] * 2
+    assert all((saliency - 1 / N).abs().max() > 1e-3 for saliency in maps), "maps that are all alike would show nothing"
 
 
 WIDTH = 256
@@ -198,7 +199,7 @@ WIDTH = 256
 
 @pytest.fixture
 def new_level() -> Any:
-    """The only level of a new module that starts as a detector of change."""
+    """Return the only level of a new module that starts as a change detector."""
     torch.manual_seed(0)
     cfg = MDPConfig(vision_feature_layers=(1,), heads=4, init_gain=2.0)
     return DifferentialPerception(cfg, WIDTH).levels[0]
@@ -276,27 +277,27 @@ def test_the_delta_tokens_start_as_the_paper_says_whichever_model_holds_them():
 @pytest.mark.parametrize("share_levels", [True, False])
 @torch.no_grad()
 def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(residual, share_levels):
-    """A level alone gives its update: what it leaves of the last features. Two forwards count as one of all pairs."""
+    """The reference is a module with a single level. Two forward passes count like one pass over all pairs."""
     fields = {"residual": residual, "share_levels": share_levels, "score": "scalar" if residual else "channel"}
     module = mdp(**fields)
     forwards = [(features(seed=s), features(seed=s + 1), features(2, seed=s + 2)) for s in (0, 10)]
-    with module.recorded_contribution() as recorded:
-        for before, after, last in forwards:
-            module(before, after, *last)
+    with module.record_contribution() as recorded_sums:
+        for before, after, base_features in forwards:
+            module(before, after, *base_features)
     module(*forwards[0][:2], *forwards[0][2])
-    assert len(recorded) == 2, "what comes after is not recorded"
-    figures = contribution_figures(torch.stack(recorded).sum(dim=0))
-    size = torch.cat([x for *_, last in forwards for x in last]).square().mean().sqrt()
+    assert len(recorded_sums) == 2, "what comes after is not recorded"
+    figures = contribution_figures(torch.stack(recorded_sums).sum(dim=0))
+    size = torch.cat([x for *_, base_features in forwards for x in base_features]).square().mean().sqrt()
     for i in range(3):
         alone = mdp(**fields | {"vision_feature_layers": (1,)})
         alone.levels[0] = module.level(i)
         updates = []
         scores = []
-        for before, after, last in forwards:
-            out = of_each_pair(equations.mdp, alone, before[i : i + 1], after[i : i + 1], last)
-            updates += [
-                image - (last[k][b] if residual else 0) for b, pair in enumerate(out) for k, image in enumerate(pair)
-            ]
+        for before, after, base_features in forwards:
+            outputs = of_each_pair(equations.mdp, alone, before[i : i + 1], after[i : i + 1], base_features)
+            for b, pair in enumerate(outputs):
+                for k, image in enumerate(pair):
+                    updates.append(image - base_features[k][b] if residual else image)
             scores.append(module.level(i)(torch.cat([before[i], after[i]]))[1].mean())
         ratio = float(torch.stack(updates).square().mean().sqrt() / size)
         assert [figures[i], figures[3 + i]] == pytest.approx([ratio, float(sum(scores) / 2)], rel=1e-5)
@@ -315,10 +316,10 @@ def bert(folder: Path, layers: int = 5) -> BertModel:
 
 
 def test_a_vdm_that_starts_as_bert_computes_what_bert_computes(tmp_path):
-    """With cross-attention silenced, the layers of both give the same of the same tokens."""
+    """Without cross-attention, the layers of both give the same outputs for the same tokens."""
     bert_model = bert(tmp_path / "bert").double()
     module = VisualDeltaModule(VDMConfig(**VDM | {"start": "bert"}), D, V)
-    module.start_as_bert(tmp_path / "bert")
+    module.copy_bert_weights(tmp_path / "bert")
     for part in module.double().modules():
         if isinstance(part, nn.LayerNorm):
             part.eps = 1e-12  # BERT's
@@ -348,4 +349,4 @@ def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(changes, lost, code
     weights.pop(lost, None)
     save_file(weights, tmp_path / "bert" / "model.safetensors")
     with raises(DataError, code, path=tmp_path / "bert", **fields):
-        VisualDeltaModule(VDMConfig(**VDM | changes), D, W).start_as_bert(tmp_path / "bert")
+        VisualDeltaModule(VDMConfig(**VDM | changes), D, W).copy_bert_weights(tmp_path / "bert")

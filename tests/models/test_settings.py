@@ -1,4 +1,4 @@
-"""Settings of families: plain values in `params.yaml`, and every fault in them or in the base."""
+"""Settings of families: values in `params.yaml`, and faults of the settings or the base."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Which parameters train, at which rates, with which adapters; published sizes; images; the contribution."""
+"""Trained parameters, learning rates, adapters, and parameter counts of published models."""
 
 import warnings
 from dataclasses import asdict, replace
@@ -13,12 +13,12 @@ from m3diff.models.m3diff import LARGE_BASE
 from m3diff.models.settings import Delays, VDMConfig
 from m3diff.models.tuning import (
     parameter_counts,
-    prepare,
+    prepare_for_training,
     should_train,
+    suppress_renaming_warning,
     trainable_groups,
     trainable_names,
-    unwrapped,
-    without_renaming_warning,
+    unwrap_model,
 )
 from m3diff.records.errors import ValueFault
 from tests.errors import raises
@@ -31,7 +31,7 @@ LINEARS = 2 * 7  # of two LLM layers
 
 def prepared(rank: int = 2, mdp: dict | None = MDP, **rates: float | None) -> tuple:
     settings = tiny_settings(mdp, rank, **rates)
-    return prepare(tiny_model(mdp), FAMILY, settings), settings
+    return prepare_for_training(tiny_model(mdp), FAMILY, settings), settings
 
 
 def names_by_part(model: torch.nn.Module) -> dict[str, list[str]]:
@@ -46,7 +46,7 @@ def test_with_rank_0_the_same_linears_train_in_full():
     assert {name.rsplit(".", 1)[0] for name in names_by_part(model)["llm"]} == linears
     biases = [name for name in names_by_part(model)["llm"] if name.endswith(".bias")]
     assert len(biases) == 2 * 3, "queries, keys and values have a bias"
-    assert model is unwrapped(model), "no wrapper of peft's"
+    assert model is unwrap_model(model), "no wrapper of peft's"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -59,7 +59,7 @@ def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen, ra
     everything.pop(frozen)
     assert trained == everything
     if frozen == "llm":
-        assert model is unwrapped(model), "a frozen LLM has no adapters"
+        assert model is unwrap_model(model), "a frozen LLM has no adapters"
     groups = trainable_groups(model, FAMILY, settings)
     assert frozen not in [part for group in groups for part in group.parts]
 
@@ -79,8 +79,11 @@ def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, expected_grou
     groups = trainable_groups(model, FAMILY, replace(settings, delays=Delays(module=delay)))
     assert [("+".join(group.parts), group.lr, group.delay) for group in groups] == expected_groups
     for group in groups:
-        own = [p for name, p in unwrapped(model).named_parameters() if FAMILY.part_of(name) in group.parts]
-        assert [id(p) for p in group.parameters] == [id(p) for p in own if p.requires_grad], "in the model's order"
+        expected_ids = []
+        for name, parameter in unwrap_model(model).named_parameters():
+            if parameter.requires_grad and FAMILY.part_of(name) in group.parts:
+                expected_ids.append(id(parameter))
+        assert [id(parameter) for parameter in group.parameters] == expected_ids, "in the model's order"
 
 
 def test_a_parameter_that_is_in_no_part_is_noticed():
@@ -95,10 +98,10 @@ def test_adapters_have_the_rank_and_strength_of_the_settings_and_no_dropout():
     assert config.lora_alpha == 4
     assert config.lora_dropout == 0.0
     assert config.bias == "none"
-    linear = unwrapped(model).model.language_model.layers[1].mlp.up_proj
+    linear = unwrap_model(model).model.language_model.layers[1].mlp.up_proj
     assert linear.lora_A["default"].weight.shape == (3, 16)
     assert linear.scaling["default"] == 4 / 3
-    half = prepare(tiny_model(MDP).bfloat16(), FAMILY, tiny_settings())
+    half = prepare_for_training(tiny_model(MDP).bfloat16(), FAMILY, tiny_settings())
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
@@ -109,7 +112,7 @@ def test_adapters_are_added_without_a_warning_of_the_libraries_to_each_other():
 
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_a_warning_of_anything_else_is_shown_where_adapters_are_added():
-    with pytest.raises(FutureWarning, match="something else"), without_renaming_warning():
+    with pytest.raises(FutureWarning, match="something else"), suppress_renaming_warning():
         warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
 
 
@@ -124,13 +127,13 @@ def moved_adapters(model: torch.nn.Module) -> torch.nn.Module:
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(**pair_inputs()).logits.square().mean().backward()
-    return {name: p.grad.clone() for name, p in unwrapped(model).named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in unwrap_model(model).named_parameters() if p.grad is not None}
 
 
 def test_every_trainable_tensor_gets_a_gradient():
     model = moved_adapters(prepared()[0])
-    found = gradients(model)
-    without = [name for name in trainable_names(model) if name not in found or not found[name].any()]
+    actual = gradients(model)
+    without = [name for name in trainable_names(model) if name not in actual or not actual[name].any()]
     # key biases shift all scores of a query alike, so softmax cancels them
     assert [name for name in without if "k_proj" not in name] == []
 
@@ -140,20 +143,20 @@ def test_every_trainable_tensor_gets_a_gradient():
 def test_the_gradients_of_the_rest_are_right_where_a_part_is_frozen(frozen, checkpointing):
     torch.manual_seed(0)
     model = moved_adapters(prepared()[0])
-    make_fused(unwrapped(model), checkpointing)
+    make_fused(unwrap_model(model), checkpointing)
     expected = gradients(model.train())
-    for name, parameter in unwrapped(model).named_parameters():
+    for name, parameter in unwrap_model(model).named_parameters():
         parameter.requires_grad = parameter.requires_grad and FAMILY.part_of(name) not in frozen
-    found = gradients(model)
-    assert found.keys() == {name for name in expected if FAMILY.part_of(name) not in frozen}
-    for name, gradient in found.items():
+    actual = gradients(model)
+    assert actual.keys() == {name for name in expected if FAMILY.part_of(name) not in frozen}
+    for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-8)
 
 
 def test_a_lora_target_that_matches_nothing_is_an_error():
     family = replace(FAMILY, lora_targets={"llm": r"model\.language_model\.none"})
     with raises(ValueFault, "models.no_linear_for_adapters", part="llm", value=r"model\.language_model\.none"):
-        prepare(tiny_model(MDP), family, tiny_settings())
+        prepare_for_training(tiny_model(MDP), family, tiny_settings())
 
 
 FAMILY = FAMILIES["m3diff"]
@@ -189,7 +192,7 @@ def test_published_shapes_give_the_published_counts(name, tmp_path):
     assert config.name_or_path == name
     assert config.image_tokens == image_tokens
     with torch.device("meta"):
-        counts = parameter_counts(prepare(family.build(config), family, settings), family)
+        counts = parameter_counts(prepare_for_training(family.build(config), family, settings), family)
     new = counts["llm"] if settings.family == "m3diff" else counts["module"]
     counts["whole"] = counts["trainable"] + counts["frozen"] - new
     for part, count in expected_counts.items():

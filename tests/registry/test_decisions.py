@@ -385,7 +385,7 @@ def test_a_lock_admits_one_process_and_is_kept_by_the_local_git_of_a_killed_one(
     with process_lock("record", clone):
         assert capsys.readouterr().out == "", "another lock"
     with process_lock("promote", clone):
-        assert ("promote: waiting for another one" in capsys.readouterr().out) == waits
+        assert ("promote: waiting until another promote" in capsys.readouterr().out) == waits
         assert killed or not waits or lock_holder.poll() is not None or lock_holder.wait(5) == 0
     lock_holder.wait()
 

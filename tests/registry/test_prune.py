@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from m3diff.__main__ import main
-from m3diff.provenance.dvc import listing, object_file
+from m3diff.provenance.dvc import object_file, read_file_list
 from m3diff.registry.prune import reasons_to_keep
 from m3diff.registry.verification import verify_lineage
 from m3diff.settings.load import load_params
@@ -32,7 +32,7 @@ class VersionFiles:
         version = team.client.get_model_version("m3diff", str(number))
         model = team.client.get_logged_model(version.source.removeprefix("models:/"))
         cache = team.project / ".dvc/cache"
-        hashes = listing(cache, version.tags["dvc.checkpoint"]).values()
+        hashes = read_file_list(cache, version.tags["dvc.checkpoint"]).values()
         return cls(
             stored_model=Path(model.artifact_location.removeprefix("file://")),
             cached_files={object_file(cache, hash_) for hash_ in hashes},

@@ -15,7 +15,7 @@ from m3diff.__main__ import main
 from m3diff.commands import rescore as module
 from m3diff.commands.rescore import score_model
 from m3diff.images.open import load_image
-from m3diff.models.checkpoint import CheckpointError, is_adapters
+from m3diff.models.checkpoint import CheckpointError, has_only_adapters
 from m3diff.models.generation import load_captioner
 from m3diff.provenance.dvc import dvc_hash
 from m3diff.records.errors import DataError
@@ -112,7 +112,7 @@ def test_of_a_folder_nothing_is_kept_and_adapters_are_led_to_their_base(registry
     calls = []
     monkeypatch.setattr(module, "find", lambda *arguments: Source("m3diff/sha256-1", folder, 64, Path("base")))
     monkeypatch.setattr("m3diff.models.checkpoint.place_on_base", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr("m3diff.models.checkpoint.verify_loaded", lambda folder: {})
+    monkeypatch.setattr("m3diff.models.checkpoint.verify_files_to_load", lambda folder: {})
     out, _ = score_model(registry.params, str(folder), Path("base"), Path("mine"))
     assert out == Path("mine")
     assert rescoring.calls[0][:2] == ("of a folder", 64)
@@ -160,7 +160,7 @@ def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compare
         runs = [client.create_run(experiment).info.run_id for _ in range(2)]
         model = stage.log_model(client, runs[0], params.register_, paths, 4, params.train.base)
         stored_checkpoint = Path(mlflow.artifacts.download_artifacts(model)) / "artifacts/checkpoint"
-        assert is_adapters(stored_checkpoint) == (keeps == "adapters")
+        assert has_only_adapters(stored_checkpoint) == (keeps == "adapters")
         assert (stored_checkpoint / "model.safetensors").is_file() == (keeps == "merged")
         pair = {side: str(next(Path("data/01_raw").rglob("*.png"))) for side in ("before", "after")}
         images = (load_image(pair["before"]), load_image(pair["after"]))

@@ -145,8 +145,10 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_with_only_the_rem
     ).raise_for_status()
     tags = {tag["key"]: tag["value"] for tag in version.json()["model_version"]["tags"]}
     assert tags["prefect.flow_run"] == run["id"]
-    assert dvc_hash(out / CHECKPOINT) == lock.recorded(Path(CHECKPOINT), "train outs") == tags["dvc.checkpoint"]
-    assert dvc_hash(out / DATA) == lock.recorded(Path(DATA), "ingest@minichange deps") == tags["dvc.raw.minichange"]
+    assert dvc_hash(out / CHECKPOINT) == lock.recorded_hash(Path(CHECKPOINT), "train outs") == tags["dvc.checkpoint"]
+    assert (
+        dvc_hash(out / DATA) == lock.recorded_hash(Path(DATA), "ingest@minichange deps") == tags["dvc.raw.minichange"]
+    )
     assert (out / "params.yaml").read_bytes() == (first_clone / "params.yaml").read_bytes()
     assert toy.status(out) == {}
 

@@ -11,7 +11,7 @@ from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.records.errors import Fault
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.params import Convert, MixtureSource
-from m3diff.stages.convert.stage import PAPER_SAMPLES, training_counts
+from m3diff.stages.convert.stage import PAPER_SAMPLES, published_mixture_counts
 from m3diff.stages.ingest.params import DatasetEntry
 
 
@@ -126,7 +126,7 @@ def _published_references(spec: DatasetSpec, count: SplitCount) -> float:
         return count.pairs * spec.references / published_pairs
     counted_references = 0
     uncounted_pairs = 0
-    for splits in training_counts().values():
+    for splits in published_mixture_counts().values():
         pairs, references = splits["train_val"]
         if references is None:
             uncounted_pairs += pairs

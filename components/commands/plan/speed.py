@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from m3diff.commands.plan.figures import TERA, Plan, Run
 from m3diff.models import FAMILIES
-from m3diff.models.tuning import prepare
+from m3diff.models.tuning import prepare_for_training
 from m3diff.settings.compute import GPUS, Compute, Gpu, gpu_of
 from m3diff.stages.train.job import SPEED_FILE
 
@@ -171,7 +171,7 @@ def time_sequence(run: Run, tokens: float, supervised_tokens: float) -> float:
     family = FAMILIES[run.settings.family]
     config = family.planned_config(run.train.base, run.settings)
     model = family.build(config)
-    prepare(model, family, run.settings)
+    prepare_for_training(model, family, run.settings)
     model = model.to(torch.bfloat16 if run.train.precision == "bf16" else torch.float32).train()
     family.fuse(model, run.compute.activation_checkpointing)
     length = round(tokens)

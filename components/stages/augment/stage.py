@@ -57,7 +57,7 @@ from m3diff.images.check import OK, check_images
 from m3diff.images.open import load_image
 from m3diff.models.device import Device
 from m3diff.provenance.cache import is_cached_object
-from m3diff.provenance.code import key_of
+from m3diff.provenance.code import compute_key
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.files import StageReport, new_folder, sha256, write_atomic
 from m3diff.records.progress import progress
@@ -587,7 +587,7 @@ def _make_pairs(cfg: AnySyntheticDataset, compute: Compute, images: Path, result
 def cached_edits_folder(cfg: Edits, editor: Editor, scratch: Path) -> Path:
     """Return the cache folder for edits. Runs with the same editor settings, weights and code share this folder."""
     settings = cfg.editor.model_dump(mode="json", exclude={"model", "sha256"})
-    key = key_of({"settings": settings, "model": editor.identity}, Path(getfile(type(editor))))
+    key = compute_key({"settings": settings, "model": editor.identity}, Path(getfile(type(editor))))
     return scratch / "edits" / f"{cfg.editor.kind}-{key}"
 
 

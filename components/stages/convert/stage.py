@@ -94,7 +94,7 @@ class ConvertReport(StageReport):
         pairs: number of pairs per split.
         samples: number of samples per split.
         datasets: counts per dataset.
-        published: `training_counts` if the mixture consists of exactly the paper's datasets, otherwise empty.
+        published: `published_mixture_counts` if the mixture consists of exactly the paper's datasets, otherwise empty.
     """
 
     pairs: dict[str, int]
@@ -153,7 +153,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
-        published={name: training_counts()[name] for name in names} if is_paper_mixture else {},
+        published={name: published_mixture_counts()[name] for name in names} if is_paper_mixture else {},
     ).write(out / "report.json")
 
 
@@ -361,7 +361,7 @@ def uniform(bits: pl.Series) -> NDArray[np.float64]:
     return (bits.to_numpy() >> np.uint64(11)).astype(np.float64) / 2.0**53
 
 
-def training_counts() -> dict[str, dict[str, tuple[int, int | None]]]:
+def published_mixture_counts() -> dict[str, dict[str, tuple[int, int | None]]]:
     """Return how many pairs and non-empty references each dataset in PAPER_DATASETS has according to its paper.
 
     Returns:

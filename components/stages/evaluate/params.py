@@ -6,13 +6,13 @@ from pydantic import Field
 
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.judge import JudgeSettings
-from m3diff.settings.section import Section, one_of
+from m3diff.settings.section import Section, name_validator
 
 
 class Evaluate(Section):
     """Metrics to compute, and limits of the report."""
 
-    metrics: tuple[Annotated[str, one_of(METRICS)], ...] = Field(min_length=1)
+    metrics: tuple[Annotated[str, name_validator(METRICS)], ...] = Field(min_length=1)
     """Names of the metrics to compute. SPICE takes the longest and needs the folder `compute.spice_dir`. If it is not
     set, the report marks SPICE as absent."""
 

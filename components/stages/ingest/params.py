@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import Fault, ValueFault
 from m3diff.records.schemas import SPLITS, Split
-from m3diff.settings.section import Section, one_of
+from m3diff.settings.section import Section, name_validator
 
 # Remedy for a dataset without test pairs. Other errors include it as a field
 HOW_TO_TEST = Fault("settings.how_to_test")
@@ -25,7 +25,7 @@ ExpectedPairs = Annotated[
 class RawDataset(Section):
     """The location of a dataset on disk and how to read it. DVC watches its root."""
 
-    reader: Annotated[str, one_of(DATASETS)]
+    reader: Annotated[str, name_validator(DATASETS)]
     """Name of the reader: a dataset in `components/datasets`, or `pairs` for your own table."""
 
     root: Path

@@ -34,7 +34,7 @@ from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
 from m3diff.models.device import Device, process_environment
-from m3diff.provenance.code import key_of
+from m3diff.provenance.code import compute_key
 from m3diff.records.errors import CodedError, DataError, ParamsError, cause_of, data_error_if_unreadable
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
@@ -113,8 +113,8 @@ class PredictReport(StageReport):
 
     Attributes:
         words: mean number of words per caption.
-        control: number of captions of the shuffled control.
-        reversed: number of captions of the reversed control.
+        control: number of captions of the control with shuffled images.
+        reversed: number of captions of the control with reversed images.
     """
 
     words: float
@@ -209,15 +209,17 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     out = out.resolve()
     scratch = compute.scratch.resolve()
     pairs = read_test_pairs(mixture)[: cfg.limit or None]
-    shuffled, swapped = control_pairs(pairs)
-    sets = {PREDICTIONS: pairs, SHUFFLED: shuffled, REVERSED: swapped}
+    shuffled_pairs, reversed_pairs = sample_control_pairs(pairs)
+    pairs_by_set = {PREDICTIONS: pairs, SHUFFLED: shuffled_pairs, REVERSED: reversed_pairs}
     job = CaptionJob(checkpoint=model / "checkpoint", max_new_tokens=cfg.max_new_tokens, compute=compute)
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, job.checkpoint)}.jsonl")
     with journal:
-        caption_missing(job, sets, cfg.batch_pairs, journal)
-        for name, set_pairs in sets.items():
-            rows = [{"image_id": pair.id, "caption": journal.predictions[name, pair.id].caption} for pair in set_pairs]
-            write_atomic(out / f"{name}.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+        caption_missing_pairs(job, pairs_by_set, cfg.batch_pairs, journal)
+        for set_name, set_pairs in pairs_by_set.items():
+            rows = []
+            for pair in set_pairs:
+                rows.append({"image_id": pair.id, "caption": journal.predictions[set_name, pair.id].caption})
+            write_atomic(out / f"{set_name}.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
         predictions = [journal.predictions[PREDICTIONS, pair.id] for pair in pairs]
         _write_saliency(out / "saliency.npz", pairs, predictions)
         mean_words = np.mean([len(prediction.caption.split()) for prediction in predictions])
@@ -226,8 +228,8 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
             rows_in=len(pairs),
             rows_out=len(pairs),
             words=round(float(mean_words), 2),
-            control=len(sets[SHUFFLED]),
-            reversed=len(sets[REVERSED]),
+            control=len(shuffled_pairs),
+            reversed=len(reversed_pairs),
         ).write(out / "report.json")
         journal.path.unlink()
     return report
@@ -248,36 +250,43 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
         "samples": [f"{file.name} {sha256(file)}" for file in sorted((mixture / "test").glob("*.parquet"))],
     }
     family_modules = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
-    return key_of(inputs, Path(__file__), family_modules)
+    return compute_key(inputs, Path(__file__), family_modules)
 
 
-def caption_missing(job: CaptionJob, sets: dict[str, list[PairSample]], batch_pairs: int, journal: Journal) -> None:
+def caption_missing_pairs(
+    job: CaptionJob, pairs_by_set: dict[str, list[PairSample]], batch_pairs: int, journal: Journal
+) -> None:
     """Caption the pairs that are not yet in the journal.
 
     A resumed run uses the same batches as an uninterrupted one, so that it computes the same captions.
+
+    Args:
+        job: the checkpoint and the hardware settings.
+        pairs_by_set: the pairs of the predictions and of each control, by the name of the set.
+        batch_pairs: maximum number of pairs per batch.
+        journal: the journal, to which the new captions are added.
     """
     all_batches: list[tuple[str, list[PairSample]]] = []  # each with the name of its set
-    for name, pairs in sets.items():
-        all_batches += [(name, batch) for batch in batches(pairs, batch_pairs)]
-    missing_batches = [
-        Batch(number, batch, saliency=name == PREDICTIONS)
-        for number, (name, batch) in enumerate(all_batches)
-        if any((name, pair.id) not in journal.predictions for pair in batch)
-    ]
+    for set_name, pairs in pairs_by_set.items():
+        all_batches += [(set_name, batch) for batch in split_into_batches(pairs, batch_pairs)]
+    missing_batches = []
+    for number, (set_name, batch) in enumerate(all_batches):
+        if any((set_name, pair.id) not in journal.predictions for pair in batch):
+            missing_batches.append(Batch(number, batch, saliency=set_name == PREDICTIONS))
     earlier_captions = len(journal.predictions)
     if earlier_captions:
         print(f"predict: resumed; {earlier_captions} captions of an earlier run are kept", flush=True)
     if not missing_batches:
         return
-    started = time.monotonic()
+    start = time.monotonic()
     stream = caption_batches(job, missing_batches)
     for number, predictions in progress(stream, "predict", total=len(missing_batches), unit="batch"):
-        name, batch = all_batches[number]
-        keys = [(name, pair.id) for pair in batch]
+        set_name, batch = all_batches[number]
+        keys = [(set_name, pair.id) for pair in batch]
         journal.add(zip(keys, predictions, strict=True))
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - start
     captions = len(journal.predictions) - earlier_captions
-    print(f"predict: {captions} captions in {seconds:.0f} s, {captions / seconds:.1f} a second", flush=True)
+    print(f"predict: {captions} captions in {seconds:.0f} s, {captions / seconds:.1f} captions/s", flush=True)
 
 
 def read_test_pairs(mixture: Path) -> list[PairSample]:
@@ -297,7 +306,9 @@ def read_test_pairs(mixture: Path) -> list[PairSample]:
     return list(pairs.values())
 
 
-def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> tuple[list[PairSample], list[PairSample]]:
+def sample_control_pairs(
+    pairs: list[PairSample], count: int = CONTROL_PAIRS
+) -> tuple[list[PairSample], list[PairSample]]:
     """Return the pairs of the shuffled control and of the reversed control.
 
     Both controls use the same random sample of `pairs`, in their original order. A smaller sample is a subset of a
@@ -308,14 +319,14 @@ def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> tuple[
     """
     # Take the after-image from the pair half a list away, so that no pair keeps its own after-image
     shift = max(1, len(pairs) // 2)
-    sample = np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]
-    shuffled = []
-    swapped = []
-    for number in sorted(sample):
+    sampled_numbers = np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]
+    shuffled_pairs = []
+    reversed_pairs = []
+    for number in sorted(sampled_numbers):
         pair = pairs[number]
         partner = pairs[(number + shift) % len(pairs)]
-        shuffled.append(pair._replace(after=partner.after, after_sha256=partner.after_sha256))
-        swapped.append(
+        shuffled_pairs.append(pair._replace(after=partner.after, after_sha256=partner.after_sha256))
+        reversed_pairs.append(
             pair._replace(
                 before=pair.after,
                 after=pair.before,
@@ -323,25 +334,25 @@ def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> tuple[
                 after_sha256=pair.before_sha256,
             )
         )
-    return shuffled, swapped
+    return shuffled_pairs, reversed_pairs
 
 
-def batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:
+def split_into_batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:
     """Split the pairs into batches of at most `size` pairs with the same question.
 
-    Prompts of equal length need no padding, so no pair affects the caption of another.
+    Prompts of equal length need no padding, so the pairs do not affect each other's captions.
     """
-    by_question: dict[str, list[PairSample]] = {}
+    pairs_by_question: dict[str, list[PairSample]] = {}
     for pair in pairs:
-        by_question.setdefault(pair.question, []).append(pair)
-    chunks = []
-    for question_pairs in by_question.values():
-        chunks += [question_pairs[start : start + size] for start in range(0, len(question_pairs), size)]
-    return chunks
+        pairs_by_question.setdefault(pair.question, []).append(pair)
+    batches = []
+    for question_pairs in pairs_by_question.values():
+        batches += [question_pairs[start : start + size] for start in range(0, len(question_pairs), size)]
+    return batches
 
 
 def caption_batches(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchPredictions]:
-    """Return the predictions of all batches: in order, or as they are finished if Ray workers caption them.
+    """Return the predictions of all batches, in order or, if Ray workers caption them, as they are finished.
 
     Raises:
         DataError: the checkpoint is incomplete, or an image is unreadable or has changed since ingest.
@@ -360,10 +371,13 @@ def caption_in_order(captioner: "Captioner", batches: Sequence[Batch], threads: 
     Args:
         threads: number of threads that prepare images.
     """
-    for batch, images in zip(batches, prepare_images(batches, captioner.processor, threads), strict=True):
+    images_by_batch = prepare_images(batches, captioner.processor, threads)
+    for batch, images in zip(batches, images_by_batch, strict=True):
         captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
         saliency_maps = [None] * len(captions) if maps is None else maps
-        predictions = [Prediction(*fields) for fields in zip(captions, saliency_maps, strict=True)]
+        predictions = []
+        for caption, saliency_map in zip(captions, saliency_maps, strict=True):
+            predictions.append(Prediction(caption, saliency_map))
         yield batch.number, predictions
 
 
@@ -385,18 +399,18 @@ def prepare_images(batches: Sequence[Batch], processor: "PairProcessor", threads
     Meanwhile, threads prepare the images of the next PREPARED_BATCHES batches.
     """
 
-    def prepare(path: str, sha256: bytes | None) -> np.ndarray:
+    def load_and_prepare(path: str, sha256: bytes | None) -> np.ndarray:
         return processor.prepare_image(load_image(path, sha256))
 
-    def submit(batch: Batch) -> list[Future[np.ndarray]]:
+    def submit_images(batch: Batch) -> list[Future[np.ndarray]]:
         images = []
         for pair in batch.pairs:
-            images.append(pool.submit(prepare, pair.before, pair.before_sha256))
-            images.append(pool.submit(prepare, pair.after, pair.after_sha256))
+            images.append(pool.submit(load_and_prepare, pair.before, pair.before_sha256))
+            images.append(pool.submit(load_and_prepare, pair.after, pair.after_sha256))
         return images
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        yield from prefetch(submit, batches, PREPARED_BATCHES)
+        yield from prefetch(submit_images, batches, PREPARED_BATCHES)
 
 
 class CaptionWorker:
@@ -419,15 +433,15 @@ def caption_on_ray(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchP
     """Yield predictions as `compute.workers` workers finish them. If a worker dies, new workers take over."""
     import ray
 
-    missing = {batch.number: batch for batch in batches}
+    missing_batches = {batch.number: batch for batch in batches}
     failures = 0
     max_failures = job.compute.max_failures
     start_ray(job.compute)
     try:
-        while missing:
+        while missing_batches:
             try:
-                for number, predictions in _caption_by_new_workers(job, list(missing.values())):
-                    del missing[number]
+                for number, predictions in _caption_with_new_workers(job, list(missing_batches.values())):
+                    del missing_batches[number]
                     yield number, predictions
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
@@ -436,15 +450,16 @@ def caption_on_ray(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchP
                     raise WorkersDiedError("predict.workers_died", cause=cause_of(error), limit=max_failures) from error
                 failures += 1
                 print(
-                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); {len(missing)} unanswered batches "
-                    f"go to new workers (failure {failures} of {max_failures} that compute.max_failures allows)",
+                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); new workers caption the remaining "
+                    f"{len(missing_batches)} batches (failure {failures} of {max_failures} that compute.max_failures "
+                    "allows)",
                     flush=True,
                 )
     finally:
         ray.shutdown()
 
 
-def _caption_by_new_workers(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchPredictions]:
+def _caption_with_new_workers(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchPredictions]:
     """Start workers, distribute the batches among them, and yield predictions as they finish.
 
     Raises:
@@ -489,12 +504,15 @@ def _write_saliency(path: Path, pairs: Sequence[PairSample], predictions: Sequen
     """
     maps = [prediction.saliency for prediction in predictions if prediction.saliency is not None]
     assert len(maps) in (0, len(pairs)), f"{len(maps)} saliency maps of {len(pairs)} pairs"
-    ids = np.array([pair.id for pair in pairs[: len(maps)]], dtype=str)
+    arrays = {
+        "ids": np.array([pair.id for pair in pairs[: len(maps)]], dtype=str),
+        "maps": np.stack(maps) if maps else np.empty((0, 0, 0), np.float16),
+    }
     archive = io.BytesIO()
     # np.savez_compressed is not used because its headers, and thus the file's hash, differ between Python 3.11.2 and
     # 3.11.7
     with zipfile.ZipFile(archive, "w") as file:
-        for name, array in (("ids", ids), ("maps", np.stack(maps) if maps else np.empty((0, 0, 0), np.float16))):
+        for name, array in arrays.items():
             content = io.BytesIO()
             np.save(content, array, allow_pickle=False)
             file.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED)

@@ -29,9 +29,9 @@ from transformers import (
 from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
-from m3diff.stages.pretrain.params import Pretrain
+from m3diff.stages.pretrain.params import Blip2, Pretrain
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }} "
     "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
@@ -48,9 +48,11 @@ QUESTIONS = (
     "Say in words how the second image differs from the first.",
 )
 
-DESCRIBE = ("Describe the image.", "Describe both images.")
+DESCRIBE_ONE_IMAGE = "Describe the image."
+DESCRIBE_TWO_IMAGES = "Describe both images."
 
-CAPTION_QUESTIONS = {*DESCRIBE, *QUESTIONS}  # BLIP-2 answers these with a caption and does not read the question
+# BLIP-2 answers these questions with a caption and does not read the question
+CAPTION_QUESTIONS = {DESCRIBE_ONE_IMAGE, DESCRIBE_TWO_IMAGES, *QUESTIONS}
 
 # Fields of the vision encoder's configuration that are copied from the LLaVA-OneVision to the BLIP-2
 ENCODER_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
@@ -68,7 +70,7 @@ class LlavaOneVision:
         config = llava_config(self.cfg, self.processor)
         return LlavaOnevisionForConditionalGeneration._from_config(config, attn_implementation="sdpa")
 
-    def encoder(self, model: Any) -> nn.Module:
+    def vision_encoder(self, model: Any) -> nn.Module:
         """Return the vision encoder of the model."""
         return model.model.vision_tower
 
@@ -76,43 +78,68 @@ class LlavaOneVision:
         """Resize an image to the encoder's input size and return it as uint8 [side, side, 3]."""
         return self.processor.prepare_image(image)
 
-    def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
-        """Return the patch features that the LLM reads, [pictures, patches, width]. `images` is ignored."""
-        return encoder(pixel_values=self.pixels(prepared), output_hidden_states=True).hidden_states[-1]
+    def encode_patches(self, encoder: nn.Module, images: np.ndarray, images_per_picture: int) -> Tensor:
+        """Return the patch features that the LLM reads, [pictures, patches, width].
 
-    def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
+        `images_per_picture` is ignored, because every picture is a single image.
+        """
+        return encoder(pixel_values=self.to_pixels(images), output_hidden_states=True).hidden_states[-1]
+
+    def encode_prompt(self, question: str, image_count: int) -> tuple[int, ...]:
         """Return the token ids of a prompt with this number of images and a question."""
-        return self.processor.encode_prompt(question, images)
+        return self.processor.encode_prompt(question, image_count)
 
-    def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
-        """Return the logits at the supervised positions, [supervised tokens, vocabulary]."""
-        inputs: dict[str, object] = {}
-        if prepared is not None:
-            sizes = torch.full((len(prepared), 2), self.processor.image_processor.side)
-            inputs = {"pixel_values": self.pixels(prepared), "image_sizes": sizes}
-            inputs["batch_num_images"] = [len(prepared)]  # makes transformers use a single crop of each image
-        return model(input_ids=ids, logits_to_keep=supervised, use_cache=False, **inputs).logits
+    def compute_logits(
+        self, model: Any, images: np.ndarray | None, images_per_sample: int, ids: Tensor, is_supervised: Tensor
+    ) -> Tensor:
+        """Return the logits at the supervised positions, [supervised tokens, vocabulary].
 
-    def pixels(self, prepared: np.ndarray) -> Tensor:
+        Args:
+            images: images of all samples as returned by `prepare_image`, or None if the samples have no images.
+            images_per_sample: ignored, because the prompts in `ids` have a placeholder for each image.
+            ids: token ids of prompts and answers, [samples, tokens].
+            is_supervised: true at the positions whose logits are computed, [samples, tokens].
+        """
+        image_inputs: dict[str, object] = {}
+        if images is not None:
+            image_inputs = {
+                "pixel_values": self.to_pixels(images),
+                "image_sizes": torch.full((len(images), 2), self.processor.image_processor.side),
+                "batch_num_images": [len(images)],  # makes transformers use a single crop of each image
+            }
+        return model(input_ids=ids, logits_to_keep=is_supervised, use_cache=False, **image_inputs).logits
+
+    def to_pixels(self, images: np.ndarray) -> Tensor:
         """Normalise prepared images and return them as [pictures, 3, side, side]."""
-        return self.processor.image_processor.to_pixels(torch.from_numpy(prepared))
+        return self.processor.image_processor.to_pixels(torch.from_numpy(images))
 
-    def write(self, model: Any, folder: Path) -> None:
+    def save(self, model: Any, folder: Path) -> None:
         """Save the model, the tokenizer with its chat template, and the files of LLaVA-OneVision's processor.
 
         Both `AutoProcessor` and this project's processor can load these files.
         """
         model.save_pretrained(folder)
         self.processor.tokenizer.save_pretrained(folder)
-        images = self.processor.image_processor
-        count = self.processor.num_image_tokens
-        pixels = {"size": images.size, "image_mean": images.image_mean, "image_std": images.image_std}
-        kind = "LlavaOnevisionImageProcessor"
-        grid = model.config.image_grid_pinpoints
+        image_processor = self.processor.image_processor
+        image_settings = {
+            "size": image_processor.size,
+            "image_mean": image_processor.image_mean,
+            "image_std": image_processor.image_std,
+        }
         files: dict[str, dict[str, Any]] = {
-            "preprocessor_config.json": {"image_processor_type": kind, "image_grid_pinpoints": grid, **pixels},
-            "video_preprocessor_config.json": {"video_processor_type": "LlavaOnevisionVideoProcessor", **pixels},
-            "processor_config.json": {"num_image_tokens": count, "vision_feature_select_strategy": "full"},
+            "preprocessor_config.json": {
+                "image_processor_type": "LlavaOnevisionImageProcessor",
+                "image_grid_pinpoints": model.config.image_grid_pinpoints,
+                **image_settings,
+            },
+            "video_preprocessor_config.json": {
+                "video_processor_type": "LlavaOnevisionVideoProcessor",
+                **image_settings,
+            },
+            "processor_config.json": {
+                "num_image_tokens": self.processor.num_image_tokens,
+                "vision_feature_select_strategy": "full",
+            },
         }
         for name, content in files.items():
             content["processor_class"] = "LlavaOnevisionProcessor"
@@ -121,12 +148,12 @@ class LlavaOneVision:
 
 def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionConfig:
     """Return the configuration of a SigLIP vision encoder, a projector and a Qwen2 LLM, all with the same width."""
-    token = processor.tokenizer.convert_tokens_to_ids
+    token_id = processor.tokenizer.convert_tokens_to_ids
     width = cfg.width
     return LlavaOnevisionConfig(
         vision_config={
             "model_type": "siglip_vision_model",
-            **_sizes(width, cfg.vision_layers),
+            **_transformer_sizes(width, cfg.vision_layers),
             "image_size": cfg.vision_px,
             "patch_size": cfg.patch_px,
             "vision_use_head": False,
@@ -134,16 +161,16 @@ def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionCon
         text_config={
             "model_type": "qwen2",
             "vocab_size": len(processor.tokenizer),
-            **_sizes(width, cfg.text_layers),
+            **_transformer_sizes(width, cfg.text_layers),
             "num_key_value_heads": 2,
             "max_position_embeddings": 1024,
             "tie_word_embeddings": True,
             "bos_token_id": None,
-            "eos_token_id": token("<|im_end|>"),
-            "pad_token_id": token("<|endoftext|>"),
+            "eos_token_id": token_id("<|im_end|>"),
+            "pad_token_id": token_id("<|endoftext|>"),
         },
-        image_token_index=token("<image>"),
-        video_token_index=token("<video>"),
+        image_token_index=token_id("<image>"),
+        video_token_index=token_id("<video>"),
         image_grid_pinpoints=[[cfg.vision_px, cfg.vision_px]],
         tie_word_embeddings=True,
     )
@@ -168,54 +195,64 @@ class Blip2Base:
         llm.tie_weights()
         return model
 
-    def encoder(self, model: Any) -> nn.Module:
+    def vision_encoder(self, model: Any) -> nn.Module:
         """Return the vision encoder of the model."""
         return model.vision_model
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """Return an image in its original size. `pixels` resizes it, depending on the images per picture."""
+        """Return an image in its original size. `to_pixels` resizes it, depending on the images per picture."""
         return np.asarray(image.convert("RGB"))
 
-    def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
-        """Return the patch features, without the class token, of pictures with `images` images each.
+    def encode_patches(self, encoder: nn.Module, images: np.ndarray, images_per_picture: int) -> Tensor:
+        """Return the patch features, without the class token, of pictures with `images_per_picture` images each.
 
         The result is [pictures, patches, width].
         """
-        return encoder(pixel_values=self.pixels(prepared, images)).last_hidden_state[:, 1:]
+        return encoder(pixel_values=self.to_pixels(images, images_per_picture)).last_hidden_state[:, 1:]
 
-    def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
+    def encode_prompt(self, question: str, image_count: int) -> tuple[int, ...]:
         """Return the token ids of a prompt: placeholders for the queries, the start token and the question.
 
         The placeholders are omitted if there are no images. The question is omitted if it asks for a caption.
         """
-        start = self.processor.prompt if images else self.processor.prompt[-1:]
+        start = self.processor.prompt if image_count else self.processor.prompt[-1:]
         if question in CAPTION_QUESTIONS:
             return start
-        return (*start, *self.processor.tokenizer(f"{question}\n", add_special_tokens=False)["input_ids"])
+        question_ids = self.processor.tokenizer(f"{question}\n", add_special_tokens=False)["input_ids"]
+        return (*start, *question_ids)
 
-    def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
-        """Return the logits at the supervised positions, [supervised tokens, vocabulary]."""
-        embeds = model.get_input_embeddings()(ids)
-        if prepared is not None:
-            patches = model.vision_model(pixel_values=self.pixels(prepared, images)).last_hidden_state
+    def compute_logits(
+        self, model: Any, images: np.ndarray | None, images_per_sample: int, ids: Tensor, is_supervised: Tensor
+    ) -> Tensor:
+        """Return the logits at the supervised positions, [supervised tokens, vocabulary].
+
+        Args:
+            images: images of all samples as returned by `prepare_image`, or None if the samples have no images.
+            images_per_sample: number of images in the picture of each sample.
+            ids: token ids of prompts and answers, [samples, tokens].
+            is_supervised: true at the positions whose logits are computed, [samples, tokens].
+        """
+        embeddings = model.get_input_embeddings()(ids)
+        if images is not None:
+            patches = model.vision_model(pixel_values=self.to_pixels(images, images_per_sample)).last_hidden_state
             queries = model.query_tokens.expand(len(patches), -1, -1)
-            visual_tokens = model.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
-            is_query = ids == model.config.image_token_index
-            embeds = embeds.masked_scatter(is_query[..., None], model.language_projection(visual_tokens))
-        return model.language_model(inputs_embeds=embeds, logits_to_keep=supervised, use_cache=False).logits
+            outputs = model.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
+            is_image_token = ids == model.config.image_token_index
+            embeddings = embeddings.masked_scatter(is_image_token[..., None], model.language_projection(outputs))
+        return model.language_model(inputs_embeds=embeddings, logits_to_keep=is_supervised, use_cache=False).logits
 
-    def pixels(self, prepared: np.ndarray, images: int) -> Tensor:
-        """Stack groups of `images` images into pictures, with the first image on top, and normalise the pictures.
+    def to_pixels(self, images: np.ndarray, images_per_picture: int) -> Tensor:
+        """Stack each `images_per_picture` images into a picture, the first on top, and normalise the pictures.
 
         The result is [pictures, 3, side, side].
         """
         side = self.processor.image_processor.side
-        size = (side, side // images)
-        resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in prepared]
-        pictures = np.stack([np.asarray(image) for image in resized]).reshape(-1, side, side, 3)
+        size = (side, side // images_per_picture)
+        resized_images = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in images]
+        pictures = np.stack([np.asarray(image) for image in resized_images]).reshape(-1, side, side, 3)
         return self.processor.image_processor.to_pixels(torch.from_numpy(pictures))
 
-    def write(self, model: Any, folder: Path) -> None:
+    def save(self, model: Any, folder: Path) -> None:
         """Save the model and its processor."""
         model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
@@ -256,48 +293,67 @@ def copy_vision_encoder(target: Any, source: Any) -> None:
     embeddings.position_embedding[:, 1:].copy_(grid.flatten(2).transpose(1, 2))
 
 
-def _sizes(width: int, layers: int) -> dict[str, int]:
-    heads = {"num_hidden_layers": layers, "num_attention_heads": 4}
-    return {"hidden_size": width, "intermediate_size": 2 * width, **heads}
+def _transformer_sizes(width: int, layers: int) -> dict[str, int]:
+    """Return the configuration fields with the sizes of a transformer that has four attention heads."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+    }
 
 
 Architecture = LlavaOneVision | Blip2Base
 
 
-def architecture_of(cfg: Pretrain, tokenizer: Any) -> Architecture:
+def create_architecture(cfg: Pretrain, tokenizer: Any) -> Architecture:
     """Return the architecture that the settings describe, which creates, runs and saves the base.
 
     Args:
-        cfg: the section `pretrain`. The LLaVA-OneVision that a BLIP-2 starts from must have the same width.
+        cfg: the section `pretrain`.
         tokenizer: tokenizer for a LLaVA-OneVision. For a BLIP-2, this tokenizer is ignored, and the tokenizer of the
             LLaVA-OneVision is used.
     """
-    size = {"height": cfg.vision_px, "width": cfg.vision_px}
-    blip2 = cfg.blip2
-    if blip2 is None:
-        tokenizer.chat_template = CHAT_TEMPLATE
-        patches = (cfg.vision_px // cfg.patch_px) ** 2
-        images = M3DiffImageProcessor(size=size)
-        text = {"chat_template": CHAT_TEMPLATE}
-        return LlavaOneVision(cfg, M3DiffProcessor(images, tokenizer, num_image_tokens=patches, **text))
+    if cfg.blip2 is None:
+        return _create_llava_onevision(cfg, tokenizer)
+    return _create_blip2(cfg, cfg.blip2)
+
+
+def _create_llava_onevision(cfg: Pretrain, tokenizer: Any) -> LlavaOneVision:
+    tokenizer.chat_template = CHAT_TEMPLATE
+    image_processor = M3DiffImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px})
+    patches = (cfg.vision_px // cfg.patch_px) ** 2
+    processor = M3DiffProcessor(image_processor, tokenizer, num_image_tokens=patches, chat_template=CHAT_TEMPLATE)
+    return LlavaOneVision(cfg, processor)
+
+
+def _create_blip2(cfg: Pretrain, blip2: Blip2) -> Blip2Base:
+    """Load the LLaVA-OneVision in `blip2.start` and return a BLIP-2 that starts from it.
+
+    The LLaVA-OneVision must have the width `cfg.width`.
+    """
     refuse_foreign_code(blip2.start)
     llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(
         blip2.start, use_safetensors=True, trust_remote_code=False
     )
     tokenizer = AutoTokenizer.from_pretrained(blip2.start, trust_remote_code=False)
-    vision = llava.config.vision_config
-    text = llava.config.text_config.to_dict()
+    encoder_config = llava.config.vision_config
+    encoder_fields = {name: getattr(encoder_config, name) for name in ENCODER_FIELDS}
+    qformer_sizes = _transformer_sizes(cfg.width, blip2.qformer_layers)
+    llm_fields = llava.config.text_config.to_dict()
     config = Blip2IDCConfig(
         vision_config={
-            **{name: getattr(vision, name) for name in ENCODER_FIELDS},
+            **encoder_fields,
             "image_size": cfg.vision_px,
             "patch_size": cfg.patch_px,
             "initializer_range": 0.02,
         },
-        qformer_config={**_sizes(cfg.width, blip2.qformer_layers), "encoder_hidden_size": vision.hidden_size},
-        text_config=text | {"bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>")},
+        qformer_config={**qformer_sizes, "encoder_hidden_size": encoder_config.hidden_size},
+        text_config=llm_fields | {"bos_token_id": tokenizer.convert_tokens_to_ids("<|im_start|>")},
         num_query_tokens=blip2.queries,
         image_token_index=llava.config.image_token_id,
     )
-    pixels = Blip2IDCImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    return Blip2Base(config, llava, Blip2IDCProcessor(pixels, tokenizer, config))
+    image_processor = Blip2IDCImageProcessor(
+        size={"height": cfg.vision_px, "width": cfg.vision_px}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    return Blip2Base(config, llava, Blip2IDCProcessor(image_processor, tokenizer, config))

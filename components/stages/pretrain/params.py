@@ -47,7 +47,7 @@ class Pretrain(Section):
     """Levels of MiniChange. Scenes are drawn from each level in turn."""
 
     tasks: tuple[TaskName, ...] = TASKS
-    """Tasks from `stage.curriculum` to learn. They should include `image`. Leave out tasks to create a base for a
+    """Tasks from `stage.make_curriculum` to learn. They should include `image`. Leave out tasks to create a base for a
     control run."""
 
     vision_px: int = Field(ge=8)

@@ -8,10 +8,10 @@ find the object's place, and to answer "nothing" if there is no such object. Wit
 fine-tuning does not learn to find the place of a change (LOG.md).
 
 Before the base learns descriptions, its vision encoder can be trained to segment scenes with a linear head that is
-discarded afterwards. For each of POINTS x POINTS points in a patch, the head predicts whether the point shows nothing,
-an object (with its kind, colour, size and state), or a mark, which a removed object leaves behind. An encoder that
-learns only from descriptions takes ten times as long (LOG.md). LLaVA-OneVision also started from a trained vision
-encoder.
+discarded afterwards. For each of 4 x 4 points in a patch (`POINTS_PER_PATCH_SIDE`), the head predicts whether the point
+shows nothing, an object (with its kind, colour, size and state), or a mark, which a removed object leaves behind. An
+encoder that learns only from descriptions takes ten times as long (LOG.md). LLaVA-OneVision also started from a trained
+vision encoder.
 
 The result is deterministic. Run this stage with `make base` or `make base FAMILY=blip2idc`.
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ from m3diff.datasets.minichange.scene import (
     PLACES,
     STATES,
     WIDTHS,
+    Change,
     Level,
     Scene,
     pick,
@@ -57,10 +58,17 @@ from m3diff.datasets.minichange.scene import (
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import CHANGE_TYPES
-from m3diff.stages.pretrain.bases import DESCRIBE, QUESTIONS, SPECIAL, Architecture, architecture_of
+from m3diff.stages.pretrain.bases import (
+    DESCRIBE_ONE_IMAGE,
+    DESCRIBE_TWO_IMAGES,
+    QUESTIONS,
+    SPECIAL_TOKENS,
+    Architecture,
+    create_architecture,
+)
 from m3diff.stages.pretrain.params import TASKS, Pretrain, TaskName
 
-LOG_EVERY = 200  # steps
+LOG_EVERY_STEPS = 200
 OBJECTS_PER_QUESTION = 4
 
 
@@ -70,28 +78,33 @@ class PretrainTask:
 
     Attributes:
         name: name of the task in the log.
-        images: number of images per sample.
+        image_count: number of images per sample.
         ask: function that creates a question and its answer from the scenes of a sample.
     """
 
     name: TaskName
-    images: int
+    image_count: int
     ask: Callable[[np.random.Generator, list[Scene]], tuple[str, str]]
 
 
 def ask_for_images(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Return a question that asks to describe each image, and the answer with the objects in reading order."""
     if len(scenes) == 1:
-        return DESCRIBE[0], describe_scene(scenes[0])
+        return DESCRIBE_ONE_IMAGE, describe_scene(scenes[0])
     descriptions = [f"image {number}: {describe_scene(scene)}" for number, scene in enumerate(scenes, start=1)]
-    return DESCRIBE[1], "; ".join(descriptions)
+    return DESCRIBE_TWO_IMAGES, "; ".join(descriptions)
 
 
 def ask_for_places(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Return a question that asks to describe two images by place, and the answer with the places in random order."""
-    first, second = (describe_cells(scene) for scene in scenes)
-    cells = rng.permutation(sorted({*first, *second}))
-    parts = [f"{PLACES[cell]} {first.get(cell, 'nothing')} then {second.get(cell, 'nothing')}" for cell in cells]
+    scene_1, scene_2 = scenes
+    objects_1 = describe_cells(scene_1)
+    objects_2 = describe_cells(scene_2)
+    parts = []
+    for cell in rng.permutation(sorted({*objects_1, *objects_2})):
+        object_1 = objects_1.get(cell, "nothing")
+        object_2 = objects_2.get(cell, "nothing")
+        parts.append(f"{PLACES[cell]} {object_1} then {object_2}")
     return "Describe both images place by place.", ", ".join(parts)
 
 
@@ -101,30 +114,44 @@ def ask_for_objects(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str,
     For each object, the answer contains its place and description, or "nothing". Each appearance matches at most one
     object in the images.
     """
-    # an appearance consists of the words after the article in `a small red box ...`, or of `mark`
-    described: list[tuple[str, tuple[str, ...]]] = []
+    descriptions: list[str] = []
+    appearances: list[tuple[str, ...]] = []  # the words after the article in `a small red box ...`, or `mark`
     for scene in scenes:
         for cell, text in describe_things(scene):
-            described.append((f"{PLACES[cell]} {text}", tuple(text.split()[1:4])))
-    answers: dict[str, str] = {}
+            descriptions.append(f"{PLACES[cell]} {text}")
+            appearances.append(tuple(text.split()[1:4]))
+    answers: dict[str, str] = {}  # by the appearance in the question
     while len(answers) < OBJECTS_PER_QUESTION:
-        name = _sample_name(rng, [looks for _, looks in described])
-        matching = [answer for answer, looks in described if set(name.split()) <= set(looks)]
-        if len(matching) < 2 and (matching or rng.random() < 0.5):
-            answers[name] = matching[0] if matching else "nothing"
+        appearance = _sample_appearance(rng, appearances)
+        matching_descriptions = []
+        for description, words in zip(descriptions, appearances, strict=True):
+            if set(appearance.split()) <= set(words):
+                matching_descriptions.append(description)
+        if len(matching_descriptions) > 1:
+            continue  # the question would be ambiguous
+        if matching_descriptions:
+            answers[appearance] = matching_descriptions[0]
+        elif rng.random() < 0.5:
+            answers[appearance] = "nothing"
     return f"Describe the {', the '.join(answers)}.", ", ".join(answers.values())
 
 
-def _sample_name(rng: np.random.Generator, all_looks: list[tuple[str, ...]]) -> str:
-    """Return a name such as `red box`, which may refer to an object in the images or to no object."""
-    if rng.random() < 0.4:
-        return f"{pick(rng, COLORS)} {pick(rng, KINDS)}" if rng.random() < 0.8 else "mark"
-    looks = pick(rng, all_looks)
-    if len(looks) == 1:
-        return looks[0]
-    size, color, kind = looks
-    full_name = f"{size} {color} {kind}"
-    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", full_name, full_name))
+def _sample_appearance(rng: np.random.Generator, appearances: list[tuple[str, ...]]) -> str:
+    """Return an appearance such as `red box`, which may match an object in the images or no object.
+
+    Args:
+        appearances: the appearance of each object in the images: size, color and kind, or only `mark`.
+    """
+    if rng.random() < 0.4:  # any appearance, which may match no object
+        if rng.random() < 0.8:
+            return f"{pick(rng, COLORS)} {pick(rng, KINDS)}"
+        return "mark"
+    words = pick(rng, appearances)
+    if len(words) == 1:
+        return words[0]
+    size, color, kind = words
+    full_appearance = f"{size} {color} {kind}"
+    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", full_appearance, full_appearance))
 
 
 def ask_without_images(levels: tuple[Level, ...], rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
@@ -134,11 +161,15 @@ def ask_without_images(levels: tuple[Level, ...], rng: np.random.Generator, scen
     """
     level = levels[0] if len(levels) == 1 else pick(rng, levels)
     types = sample_types(rng, int(rng.integers(12)), multi_change_share=0.3)
-    changes = LEVELS[level].sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
-    return str(pick(rng, QUESTIONS)), references(changes, 5)[int(rng.integers(5))]
+    changes: tuple[Change, ...] = ()
+    if rng.random() < 0.85:
+        _, _, _, changes = LEVELS[level].sample_pair(rng, types)
+    question = str(pick(rng, QUESTIONS))
+    captions = references(changes, 5)
+    return question, captions[int(rng.integers(5))]
 
 
-def curriculum(levels: tuple[Level, ...], names: tuple[TaskName, ...] = TASKS) -> tuple[PretrainTask, ...]:
+def make_curriculum(levels: tuple[Level, ...], names: tuple[TaskName, ...] = TASKS) -> tuple[PretrainTask, ...]:
     """Return the tasks with these names, in the order in which training alternates between them.
 
     The tasks `asked for in two` and `side by side` occur twice, so they are trained twice as often.
@@ -162,21 +193,23 @@ def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
     MiniChange's words become single tokens, and any other text can also be encoded. The tokenizer does not depend on
     the tasks that the base learns.
     """
-    tasks = curriculum(levels)
+    tasks = make_curriculum(levels)
     rng = np.random.default_rng(seed)
     texts = ["system user assistant"] * 50
     texts += references((), 5) * 50
     for number in range(6_000):
         task = tasks[number % len(tasks)]
         level = LEVELS[levels[number // len(tasks) % len(levels)]]
-        question, answer = task.ask(rng, [level.sample_scene(rng) for _ in range(task.images)])
-        changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
-        texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
-    bpe = Tokenizer(models.BPE())
-    stock: Any = Qwen2Tokenizer().backend_tokenizer
-    bpe.normalizer = stock.normalizer
-    bpe.pre_tokenizer = stock.pre_tokenizer
-    bpe.decoder = stock.decoder
+        scenes = [level.sample_scene(rng) for _ in range(task.image_count)]
+        question, answer = task.ask(rng, scenes)
+        texts.append(f"{question} {answer}")
+        _, _, _, changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))
+        texts.append(references(changes, 5)[number % 5])
+    tokenizer = Tokenizer(models.BPE())
+    qwen2_tokenizer: Any = Qwen2Tokenizer().backend_tokenizer
+    tokenizer.normalizer = qwen2_tokenizer.normalizer
+    tokenizer.pre_tokenizer = qwen2_tokenizer.pre_tokenizer
+    tokenizer.decoder = qwen2_tokenizer.decoder
     trainer = trainers.BpeTrainer(
         vocab_size=700,
         min_frequency=20,
@@ -184,56 +217,59 @@ def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    bpe.train_from_iterator(texts, trainer)
-    trained: dict[str, Any] = json.loads(bpe.to_str())["model"]
-    merges: Any = [tuple(merge) for merge in trained["merges"]]
+    tokenizer.train_from_iterator(texts, trainer)
+    bpe: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in bpe["merges"]]
     return Qwen2Tokenizer(
-        vocab=trained["vocab"],
+        vocab=bpe["vocab"],
         merges=merges,
         eos_token="<|im_end|>",
-        additional_special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        additional_special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
     )
 
 
-POINTS = 4  # number of points along the side of a patch
+POINTS_PER_PATCH_SIDE = 4
 NOT_APPLICABLE = -1
 SIZES = tuple(dict.fromkeys(chain.from_iterable(WIDTHS.values())))
 KIND_STATES = tuple((kind, state) for kind, states in STATES.items() for state in states)
 MARK_CLASS = 1 + len(KINDS)
 # Number of classes for the kind (0 is nothing, followed by KINDS and a mark), the colour, the size and the state
-CLASSES = (MARK_CLASS + 1, len(COLORS), len(SIZES), len(KIND_STATES))
+CLASS_COUNTS = (MARK_CLASS + 1, len(COLORS), len(SIZES), len(KIND_STATES))
 
 
-def segment(scene: Scene, rows: int, columns: int) -> np.ndarray:
+def classify_points(scene: Scene, rows: int, columns: int) -> np.ndarray:
     """Return the classes at rows x columns points of a scene. An object covers a square of its size.
 
     Returns:
-        The classes in the order of CLASSES, [rows, columns, 4] int8, with rows from the top. Classes that do not apply,
-        such as the colour of a mark, are NOT_APPLICABLE.
+        The classes in the order of CLASS_COUNTS, [rows, columns, 4] int8, with rows from the top. Classes that do not
+        apply, such as the colour of a mark, are NOT_APPLICABLE.
     """
-    classes = np.full((rows, columns, len(CLASSES)), NOT_APPLICABLE, dtype=np.int8)
+    classes = np.full((rows, columns, len(CLASS_COUNTS)), NOT_APPLICABLE, dtype=np.int8)
     classes[..., 0] = 0
     row_centers = (np.arange(rows) + 0.5) / rows
     column_centers = (np.arange(columns) + 0.5) / columns
     for mark in scene.marks:
-        covered = _covered(scene, mark.center, MARK_WIDTH, row_centers, column_centers)
-        classes[covered] = (MARK_CLASS, NOT_APPLICABLE, NOT_APPLICABLE, NOT_APPLICABLE)
+        points = _points_in_square(scene, mark.center, MARK_WIDTH, row_centers, column_centers)
+        classes[points] = (MARK_CLASS, NOT_APPLICABLE, NOT_APPLICABLE, NOT_APPLICABLE)
     for thing in scene.things:
-        covered = _covered(scene, thing.center, WIDTHS[scene.level][thing.size], row_centers, column_centers)
+        width = WIDTHS[scene.level][thing.size]
+        points = _points_in_square(scene, thing.center, width, row_centers, column_centers)
         kind = 1 + KINDS.index(thing.kind)
+        color = COLORS.index(thing.color)
+        size = SIZES.index(thing.size)
         state = KIND_STATES.index((thing.kind, thing.state)) if thing.kind in STATES else NOT_APPLICABLE
-        classes[covered] = (kind, COLORS.index(thing.color), SIZES.index(thing.size), state)
+        classes[points] = (kind, color, size, state)
     return classes
 
 
-def _covered(
+def _points_in_square(
     scene: Scene, center: tuple[float, float], width: float, row_centers: np.ndarray, column_centers: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """Return the indices of the points covered by a square around a center, as seen by the scene's camera."""
-    left, top = scene.view.project((center[0] - width / 2, center[1] - width / 2))
-    right, bottom = scene.view.project((center[0] + width / 2, center[1] + width / 2))
-    is_row_covered = (row_centers > top) & (row_centers < bottom)
-    is_column_covered = (column_centers > left) & (column_centers < right)
+    """Return the indices of the points inside a square around a center, as seen by the scene's camera."""
+    left_edge, top_edge = scene.view.project((center[0] - width / 2, center[1] - width / 2))
+    right_edge, bottom_edge = scene.view.project((center[0] + width / 2, center[1] + width / 2))
+    is_row_covered = (row_centers > top_edge) & (row_centers < bottom_edge)
+    is_column_covered = (column_centers > left_edge) & (column_centers < right_edge)
     return np.ix_(is_row_covered, is_column_covered)
 
 
@@ -243,9 +279,9 @@ class Segmentation(nn.Module):
     def __init__(self, encoder: nn.Module, width: int) -> None:
         super().__init__()
         self.encoder = encoder
-        self.head = nn.Linear(width, POINTS * POINTS * sum(CLASSES))
+        self.head = nn.Linear(width, POINTS_PER_PATCH_SIDE**2 * sum(CLASS_COUNTS))
 
-    def loss(self, patches: Tensor, scenes: list[Scene], images: int) -> tuple[Tensor, float]:
+    def loss_and_accuracy(self, patches: Tensor, scenes: list[Scene], images_per_picture: int) -> tuple[Tensor, float]:
         """Return the loss, and the accuracy of the predicted kind at points on objects and marks.
 
         The loss is the sum of the mean losses for kind, colour, size and state.
@@ -253,22 +289,31 @@ class Segmentation(nn.Module):
         Args:
             patches: patch features, [pictures, patches, width].
             scenes: the scenes in the pictures.
-            images: number of scenes per picture, which are stacked from top to bottom.
+            images_per_picture: number of scenes per picture, which are stacked from top to bottom.
         """
         patches_per_side = round(patches.shape[1] ** 0.5)
-        points_per_side = patches_per_side * POINTS
-        cells = self.head(patches).view(len(patches), patches_per_side, patches_per_side, POINTS, POINTS, -1)
-        points = cells.permute(0, 1, 3, 2, 4, 5).reshape(len(patches), points_per_side, points_per_side, -1)
-        logits = points.split(CLASSES, -1)
-        segmented = np.stack([segment(scene, points_per_side // images, points_per_side) for scene in scenes])
-        truth = torch.from_numpy(segmented).long().view(-1, points_per_side, points_per_side, len(CLASSES))
+        points_per_side = patches_per_side * POINTS_PER_PATCH_SIDE
+
+        # 1. predict the classes of all points: [pictures, rows, columns, classes] for kind, colour, size and state
+        outputs = self.head(patches).view(
+            len(patches), patches_per_side, patches_per_side, POINTS_PER_PATCH_SIDE, POINTS_PER_PATCH_SIDE, -1
+        )
+        outputs = outputs.permute(0, 1, 3, 2, 4, 5).reshape(len(patches), points_per_side, points_per_side, -1)
+        logits = outputs.split(CLASS_COUNTS, -1)
+
+        # 2. compute the true classes: [pictures, rows, columns, 4]
+        rows_per_image = points_per_side // images_per_picture
+        classes = np.stack([classify_points(scene, rows_per_image, points_per_side) for scene in scenes])
+        targets = torch.from_numpy(classes).long().view(-1, points_per_side, points_per_side, len(CLASS_COUNTS))
+
+        # 3. compare them
         losses = []
         for number, class_logits in enumerate(logits):
-            target = truth[..., number].flatten()
+            target = targets[..., number].flatten()
             losses.append(nn.functional.cross_entropy(class_logits.flatten(0, 2), target, ignore_index=NOT_APPLICABLE))
-        kinds = truth[..., 0]
-        is_right = (logits[0].argmax(-1) == kinds)[kinds > 0]
-        return torch.stack(losses).sum(), float(is_right.float().mean())
+        kinds = targets[..., 0]
+        is_kind_right = (logits[0].argmax(-1) == kinds)[kinds > 0]
+        return torch.stack(losses).sum(), float(is_kind_right.float().mean())
 
 
 def pretrain(cfg: Pretrain, out: Path) -> None:
@@ -279,14 +324,16 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     tokenizer = None if cfg.blip2 else train_tokenizer(cfg.seed, cfg.levels)
-    architecture = architecture_of(cfg, tokenizer)
+    architecture = create_architecture(cfg, tokenizer)
     bank = render_bank(cfg, architecture)
     model = architecture.make_model()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"base: {parameters:,} parameters, {len(bank.scenes):,} scenes")
-    segmentation_log = _learn_to_segment(architecture, model, bank, cfg) if cfg.segmentation_steps else ""
-    training_log = _learn_to_describe(architecture, model, bank, cfg)
-    architecture.write(model, out)
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    print(f"base: {parameter_count:,} parameters, {len(bank.scenes):,} scenes")
+    segmentation_log = ""
+    if cfg.segmentation_steps:
+        segmentation_log = _train_encoder_to_segment(architecture, model, bank, cfg)
+    training_log = _train_model_to_describe(architecture, model, bank, cfg)
+    architecture.save(model, out)
     if segmentation_log:
         write_atomic(out / "segmentation_log.csv", segmentation_log)
     write_atomic(out / "training_log.csv", training_log)
@@ -309,17 +356,21 @@ class SceneBank:
     levels: tuple[Level, ...]
     held_out: int
 
-    def sample(self, rng: np.random.Generator, turn: int, count: int) -> np.ndarray:
-        """Return the indices of `count` random training scenes, all of the same level. `turn` selects the level."""
-        stride = len(self.levels)
-        level = turn % stride
-        training_scenes = range(level, len(self.scenes) - self.held_out, stride)
-        return level + stride * rng.choice(len(training_scenes), count, replace=False)
+    def sample_training_scenes(self, rng: np.random.Generator, turn: int, count: int) -> np.ndarray:
+        """Return the indices of `count` random training scenes, all of the same level.
 
-    def held_out_of(self, level: Level) -> np.ndarray:
+        Args:
+            turn: number that selects the level. Consecutive turns go through the levels in order.
+        """
+        stride = len(self.levels)
+        level_number = turn % stride
+        training_scenes = range(level_number, len(self.scenes) - self.held_out, stride)
+        return level_number + stride * rng.choice(len(training_scenes), count, replace=False)
+
+    def held_out_scenes(self, level: Level) -> np.ndarray:
         """Return the indices of a level's scenes that are not used for training."""
-        numbers = np.arange(len(self.scenes))[-self.held_out :]
-        return numbers[numbers % len(self.levels) == self.levels.index(level)]
+        indices = np.arange(len(self.scenes))[-self.held_out :]
+        return indices[indices % len(self.levels) == self.levels.index(level)]
 
 
 def render_bank(cfg: Pretrain, architecture: Architecture) -> SceneBank:
@@ -348,8 +399,8 @@ def orthogonalize(grad: Tensor, coefficients: tuple[float, float, float], steps:
     """
     a, b, c = coefficients
     is_tall = grad.size(0) > grad.size(1)
-    wide = grad.T if is_tall else grad
-    update = wide / wide.norm().clamp(min=eps)
+    wide_grad = grad.T if is_tall else grad
+    update = wide_grad / wide_grad.norm().clamp(min=eps)
     for _ in range(steps):
         gram = update @ update.T
         update = torch.addmm(update, torch.addmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
@@ -386,13 +437,13 @@ class Optimizer:
             else:
                 other_parameters.append(parameter)
         decay = cfg.weight_decay
-        rate_factor = partial(plateau, cfg.warmup_steps, steps)
         muon = torch.optim.Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(other_parameters, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=decay)
         self.optimizers = (muon, adamw)
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor) for optimizer in self.optimizers]
+        factor_of_step = partial(learning_rate_factor, cfg.warmup_steps, steps)
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_step) for optimizer in self.optimizers]
 
-    def __call__(self, loss: Tensor) -> float:
+    def take_step(self, loss: Tensor) -> float:
         """Take one optimizer step and return the loss as a float."""
         self.model.zero_grad(set_to_none=True)
         loss.backward()
@@ -403,44 +454,60 @@ class Optimizer:
         return float(loss.detach())
 
 
-def plateau(warmup: int, steps: int, step: int) -> float:
-    """Return the factor of the learning rate at a step.
+def learning_rate_factor(warmup_steps: int, steps: int, step: int) -> float:
+    """Return the factor that scales the learning rate at `step` of `steps`, counted from 0.
 
     The factor rises to 1 during the warm-up, stays at 1 until the middle of the run, and then decays to 0.01 along a
     cosine.
     """
-    if step < warmup:
-        return (step + 1) / warmup
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
     decay_progress = max(0.0, 2 * step / steps - 1)
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(decay_progress, 1.0)))
 
 
-def _learn_to_segment(architecture: Architecture, model: nn.Module, bank: SceneBank, cfg: Pretrain) -> str:
+class BatchLoss(NamedTuple):
+    """The loss of one optimizer step.
+
+    Attributes:
+        task: name of the task that the batch belongs to.
+        loss: mean loss of the batch.
+        image_count: number of images in the batch.
+    """
+
+    task: str
+    loss: Tensor
+    image_count: int
+
+
+def _train_encoder_to_segment(architecture: Architecture, model: nn.Module, bank: SceneBank, cfg: Pretrain) -> str:
     """Train the vision encoder to segment scenes, without the rest of the model, and return the log as CSV."""
-    encoder = architecture.encoder(model)
+    encoder = architecture.vision_encoder(model)
     segmentation = Segmentation(encoder, cfg.width)
     rng = np.random.default_rng([cfg.seed, 1])
     is_stacked = cfg.blip2 is not None and cfg.blip2.stacked
 
-    def loss_and_accuracy(numbers: np.ndarray, images: int) -> tuple[Tensor, float]:
-        patches = architecture.patches(encoder, bank.pixels[numbers], images)
-        return segmentation.loss(patches, [bank.scenes[number] for number in numbers], images)
+    def loss_and_accuracy(indices: np.ndarray, images_per_picture: int) -> tuple[Tensor, float]:
+        patches = architecture.encode_patches(encoder, bank.pixels[indices], images_per_picture)
+        scenes = [bank.scenes[index] for index in indices]
+        return segmentation.loss_and_accuracy(patches, scenes, images_per_picture)
 
-    def train_step(step: int) -> tuple[str, Tensor, int]:
-        numbers = bank.sample(rng, step, cfg.images_per_batch)
-        images = 1 + step % 2 if is_stacked else 1  # alternate between pictures of one and two images
-        loss, _ = loss_and_accuracy(numbers, images)
-        return "segmentation", loss, len(numbers)
+    def batch_loss(step: int) -> BatchLoss:
+        indices = bank.sample_training_scenes(rng, step, cfg.images_per_batch)
+        # alternate between pictures of one and two images
+        images_per_picture = 1 + step % 2 if is_stacked else 1
+        loss, _ = loss_and_accuracy(indices, images_per_picture)
+        return BatchLoss("segmentation", loss, len(indices))
 
     def held_out_accuracy(level: Level) -> float:
-        _, accuracy = loss_and_accuracy(bank.held_out_of(level), 1)
+        _, accuracy = loss_and_accuracy(bank.held_out_scenes(level), 1)
         return accuracy
 
     optimizer = Optimizer(segmentation, cfg, cfg.segmentation_steps)
-    return _train(optimizer, ["segmentation"], train_step, cfg.levels, "held_out_kind_accuracy", held_out_accuracy)
+    return _train(optimizer, ["segmentation"], batch_loss, cfg.levels, "held_out_kind_accuracy", held_out_accuracy)
 
 
-def _learn_to_describe(architecture: Architecture, model: nn.Module, bank: SceneBank, cfg: Pretrain) -> str:
+def _train_model_to_describe(architecture: Architecture, model: nn.Module, bank: SceneBank, cfg: Pretrain) -> str:
     """Train the model on the first task and then on all tasks, one per step in turn. Return the log as CSV.
 
     If the vision encoder has learnt to segment, it is frozen while only the first task is trained, so that the language
@@ -448,32 +515,34 @@ def _learn_to_describe(architecture: Architecture, model: nn.Module, bank: Scene
     the description is correct under teacher forcing.
     """
     rng = np.random.default_rng(cfg.seed)
-    tasks = curriculum(cfg.levels, cfg.tasks)
+    tasks = make_curriculum(cfg.levels, cfg.tasks)
 
-    def train_step(step: int) -> tuple[str, Tensor, int]:
+    def batch_loss(step: int) -> BatchLoss:
         is_first_phase = step <= cfg.first_task_steps
-        task = tasks[0 if is_first_phase else step % len(tasks)]
-        is_frozen = is_first_phase and cfg.segmentation_steps > 0
-        architecture.encoder(model).requires_grad_(not is_frozen)
-        numbers = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
-        loss, _ = _loss(architecture, model, bank, numbers, task, rng)
-        return task.name, loss, len(numbers) if task.images else 0
+        task = tasks[0] if is_first_phase else tasks[step % len(tasks)]
+        is_encoder_frozen = is_first_phase and cfg.segmentation_steps > 0
+        architecture.vision_encoder(model).requires_grad_(not is_encoder_frozen)
+        indices = bank.sample_training_scenes(rng, step // len(tasks), cfg.images_per_batch)
+        loss, _ = _loss_and_correctness(architecture, model, bank, indices, task, rng)
+        image_count = len(indices) if task.image_count else 0
+        return BatchLoss(task.name, loss, image_count)
 
     def held_out_accuracy(level: Level) -> float:
-        describe_image = curriculum((level,))[0]
-        numbers = bank.held_out_of(level)
-        _, is_right = _loss(architecture, model, bank, numbers, describe_image, np.random.default_rng(0))
+        description_task = make_curriculum((level,))[0]
+        indices = bank.held_out_scenes(level)
+        rng_of_task = np.random.default_rng(0)
+        _, is_right = _loss_and_correctness(architecture, model, bank, indices, description_task, rng_of_task)
         return float(is_right.float().mean())
 
     optimizer = Optimizer(model, cfg, cfg.steps)
     names = [task.name for task in tasks]
-    return _train(optimizer, names, train_step, cfg.levels, "held_out_scene_accuracy", held_out_accuracy)
+    return _train(optimizer, names, batch_loss, cfg.levels, "held_out_scene_accuracy", held_out_accuracy)
 
 
 def _train(
     optimizer: Optimizer,
     tasks: Iterable[str],
-    train_step: Callable[[int], tuple[str, Tensor, int]],
+    batch_loss: Callable[[int], BatchLoss],
     levels: tuple[Level, ...],
     accuracy_name: str,
     held_out_accuracy: Callable[[Level], float],
@@ -486,14 +555,14 @@ def _train(
     Args:
         optimizer: the optimizer, which takes a step for a loss.
         tasks: names of the tasks. A name may occur twice.
-        train_step: function that returns the task, the loss and the number of images of a step.
+        batch_loss: function that samples the batch of a step, counted from 1, and returns its loss.
         levels: levels of MiniChange.
         accuracy_name: name of the accuracy in the column names.
         held_out_accuracy: function that returns the accuracy on the held-out scenes of a level.
     """
     log = io.StringIO()
     start = time.monotonic()
-    images_seen = 0
+    image_count = 0
     losses_by_task: dict[str, list[float]] = {task: [] for task in tasks}
     accuracy_columns = [accuracy_name] if len(levels) == 1 else [f"{accuracy_name}: {level}" for level in levels]
     loss_columns = [f"loss: {task}" for task in losses_by_task]
@@ -504,51 +573,62 @@ def _train(
 
     write_row("step", "images_seen", *loss_columns, *accuracy_columns, "seconds")
     for step in progress(range(1, optimizer.steps + 1), "base", total=optimizer.steps, unit="step"):
-        task, loss, images = train_step(step)
-        losses_by_task[task].append(optimizer(loss))
-        images_seen += images
-        if step % LOG_EVERY == 0 or step == optimizer.steps:
+        batch = batch_loss(step)
+        losses_by_task[batch.task].append(optimizer.take_step(batch.loss))
+        image_count += batch.image_count
+        if step % LOG_EVERY_STEPS == 0 or step == optimizer.steps:
             means = [round(float(np.mean(losses)), 4) if losses else "" for losses in losses_by_task.values()]
             with torch.no_grad():
                 accuracies = [round(held_out_accuracy(level), 4) for level in levels]
-            write_row(step, images_seen, *means, *accuracies, round(time.monotonic() - start, 1))
+            write_row(step, image_count, *means, *accuracies, round(time.monotonic() - start, 1))
             losses_by_task = {task: [] for task in losses_by_task}
     return log.getvalue()
 
 
-def _loss(
+def _loss_and_correctness(
     architecture: Architecture,
     model: nn.Module,
     bank: SceneBank,
-    numbers: np.ndarray,
+    indices: np.ndarray,
     task: PretrainTask,
     rng: np.random.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of a task on scenes with these indices, and for each sample whether all tokens are correct."""
-    groups = numbers.reshape(-1, task.images or 1)
-    samples = [task.ask(rng, [bank.scenes[number] for number in group]) for group in groups]
-    ids, is_supervised = _encode(architecture, samples, task.images)
-    pixels = bank.pixels[numbers] if task.images else None
-    logits = architecture.logits(model, pixels, task.images, ids, is_supervised)
+    # 1. create the samples
+    samples = []
+    for sample_indices in indices.reshape(-1, task.image_count or 1):
+        scenes = [bank.scenes[index] for index in sample_indices]
+        samples.append(task.ask(rng, scenes))
+    ids, is_supervised = _encode_samples(architecture, samples, task.image_count)
+
+    # 2. compute the loss
+    pixels = bank.pixels[indices] if task.image_count else None
+    logits = architecture.compute_logits(model, pixels, task.image_count, ids, is_supervised)
     labels = ids.roll(-1, dims=1)[is_supervised]
+    loss = nn.functional.cross_entropy(logits, labels)
+
+    # 3. find the samples with a wrong token
     sample_of_token = is_supervised.nonzero()[:, 0]
     is_wrong_token = logits.detach().argmax(-1) != labels
-    is_right = torch.ones(len(groups), dtype=torch.bool)
+    is_right = torch.ones(len(samples), dtype=torch.bool)
     is_right[sample_of_token[is_wrong_token]] = False
-    return nn.functional.cross_entropy(logits, labels), is_right
+    return loss, is_right
 
 
-def _encode(architecture: Architecture, samples: list[tuple[str, str]], images: int) -> tuple[Tensor, Tensor]:
+def _encode_samples(
+    architecture: Architecture, samples: list[tuple[str, str]], image_count: int
+) -> tuple[Tensor, Tensor]:
     """Return the token ids of questions and answers, padded on the right, and a mask, both [samples, tokens].
 
     The mask selects the positions whose next token belongs to the answer.
     """
-    prompts = [architecture.encode_prompt(question, images) for question, _ in samples]
+    prompts = [architecture.encode_prompt(question, image_count) for question, _ in samples]
     answers = [architecture.processor.encode_reference(answer) for _, answer in samples]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     ids = torch.full((len(samples), length), architecture.processor.pad_id)
-    supervised = torch.zeros((len(samples), length), dtype=torch.bool)
+    is_supervised = torch.zeros((len(samples), length), dtype=torch.bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
-        supervised[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = True
-    return ids, supervised
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor([*prompt, *answer])
+        is_supervised[row, len(prompt) - 1 : end - 1] = True
+    return ids, is_supervised

@@ -213,8 +213,8 @@ def complete(batch: MicroBatch, device: Device, pad_id: int) -> MicroBatch:
     """
     flex = device.attention == "flex"
     packed = batch.packed.rounded_up(FLEX_BLOCK, pad_id) if flex else batch.packed
-    layout = None if flex else packed.layout().map_tensors(device.pinned)
-    return MicroBatch(packed.each(device.pinned), device.pinned(batch.images), device.pinned(batch.weights), layout)
+    layout = None if flex else packed.layout().map_tensors(device.pin)
+    return MicroBatch(packed.map_tensors(device.pin), device.pin(batch.images), device.pin(batch.weights), layout)
 
 
 class Loader:

@@ -18,7 +18,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
 from m3diff.models.device import Device
-from m3diff.models.fused import fused_attention
+from m3diff.models.fused import require_fused_attention
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.compute import Compute
@@ -29,7 +29,8 @@ from m3diff.stages.train.params import Train
 def deepspeed_config(cfg: Train, compute: Compute) -> dict[str, Any]:
     """Return DeepSpeed's configuration. It does not set an optimizer or a learning rate schedule.
 
-    `build_engine` creates the optimizer, because the one that DeepSpeed builds would merge the parameter groups.
+    `build_optimizer` creates the optimizer, because the one that DeepSpeed builds would merge the parameter groups.
+    `rate_factor` computes the schedule.
 
     With ZeRO 2 and 3, the bf16 gradients of micro-batches are accumulated in fp32, even on one GPU: a bf16 sum does not
     change if the gradient added to it is smaller than 1/512 of the sum. DeepSpeed does not support fp32 accumulation
@@ -44,6 +45,7 @@ def deepspeed_config(cfg: Train, compute: Compute) -> dict[str, Any]:
         "gradient_clipping": cfg.max_grad_norm or 0.0,  # 0 disables clipping
         "bf16": {"enabled": cfg.precision == "bf16"},
         "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
+        # with ZeRO, `build_optimizer` may return any optimizer, not only one of those that DeepSpeed lists as tested
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32 else None},
@@ -53,19 +55,31 @@ def deepspeed_config(cfg: Train, compute: Compute) -> dict[str, Any]:
     }
 
 
+def build_optimizer(cfg: Train, groups: list[TrainableGroup]) -> torch.optim.Optimizer:
+    """Return the optimizer of a training run: AdamW with one parameter group for each group of `groups`.
+
+    To train with another optimizer or other betas, edit this function. `take_step` sets the learning rate of each
+    parameter group before each step, and `deepspeed_config` sets the clipping of gradients. An optimizer that does not
+    keep AdamW's two moments also requires changes in two other files: in `state.py`, `MOMENTS`, `MOMENT_BY_FILE` and
+    `start_moments` save and restore the moments. `components/commands/plan/figures.py` has the bytes per parameter.
+    """
+    parameter_groups = [{"params": group.parameters, "lr": 0.0} for group in groups]
+    return torch.optim.AdamW(parameter_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
+
+
 def build_engine(cfg: Train, compute: Compute, model: nn.Module, groups: list[TrainableGroup]) -> DeepSpeedEngine:
-    """Return a DeepSpeed engine for the model, with AdamW over the parameter groups.
+    """Return a DeepSpeed engine that trains the parameter groups of the model with the optimizer of `build_optimizer`.
 
     `torch.distributed` must be initialized.
     """
     # Otherwise DeepSpeed 0.19 would compile a shared-memory collective on first use. On CPUs, gloo is used instead,
     # which does not need a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # `take_step` sets the actual rates
-    parameters = [{"params": group.parameters, "lr": 0.0} for group in groups]
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute), dist_init_required=False
+        model=model,
+        optimizer=build_optimizer(cfg, groups),
+        config=deepspeed_config(cfg, compute),
+        dist_init_required=False,
     )
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # the constructor of this optimizer calls `step` without gradients, which AdamW would count as a step
@@ -90,11 +104,11 @@ def rate_factor(cfg: Train, step: int, steps: int, delay: float = 0.0) -> float:
     """
     warmup = warmup_steps(steps, cfg.warmup_share)
     steps_since_delay = step - round(delay * steps)
-    rise = 0.0 if steps_since_delay < 0 else min(1.0, (steps_since_delay + 1) / warmup)
+    warmup_factor = 0.0 if steps_since_delay < 0 else min(1.0, (steps_since_delay + 1) / warmup)
     if cfg.schedule == "constant":
-        return rise
+        return warmup_factor
     progress = max(0, step - warmup) / max(1, steps - warmup)
-    return 0.5 * (1 + math.cos(math.pi * progress)) * rise
+    return 0.5 * (1 + math.cos(math.pi * progress)) * warmup_factor
 
 
 def take_step(
@@ -110,6 +124,7 @@ def take_step(
     Args:
         micro_batches: this worker's part of the global batch.
         rates: learning rates of the optimizer's groups, in the optimizer's order.
+        ranks: number of workers.
     """
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -153,7 +168,7 @@ def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, de
     the supervised positions.
     """
     packed = batch.packed
-    with fused_attention():
+    with require_fused_attention():
         logits = model(
             input_ids=device.move(packed.input_ids),
             position_ids=device.move(packed.position_ids),
@@ -184,7 +199,7 @@ def sum_over_ranks(value: Tensor, ranks: int) -> Tensor:
     """Sum a CPU tensor over all workers in place and return it."""
     if ranks > 1:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        summed = value.to(device)
-        dist.all_reduce(summed)
-        value.copy_(summed)
+        total = value.to(device)
+        dist.all_reduce(total)
+        value.copy_(total)
     return value

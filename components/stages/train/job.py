@@ -5,9 +5,12 @@ An attempt is one try at training a run. If it fails, the next attempt resumes f
 This module has no heavy imports, because a worker unpickles its job before it imports torch.
 """
 
+import errno
 import os
+import shutil
 import signal
 import socket
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +25,14 @@ from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.params import Train
 
-CURVES = "curves.csv"
+CURVES_FILE = "curves.csv"
 
 # File in `compute.scratch` with the speed of the last training run, which `m3diff plan` reads
 SPEED_FILE = "train_speed.json"
 
 # Files in the run's folder: the number of the newest attempt, and the request to stop
-GENERATION = "generation"
-STOP = "stop"
+ATTEMPT_FILE = "generation"
+STOP_FILE = "stop"
 
 # Seconds between checks for a newer attempt. On a network file system, the new number may appear a few seconds late.
 CHECK_INTERVAL_S = 2.0
@@ -41,6 +44,9 @@ GRACE_S = 18.0
 # Exit code of a process ended by SIGTERM
 TERMINATED = 128 + signal.SIGTERM
 
+# Numbers of the errors that mean a full disk or an exhausted quota
+DISK_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
+
 
 class StoppedError(CodedError):
     """The run was asked to end and has written its checkpoint."""
@@ -48,6 +54,10 @@ class StoppedError(CodedError):
 
 class SupersededError(CodedError, BlockingIOError):
     """A later attempt has taken over this run, or the run has ended. This attempt must not write anything more."""
+
+
+class DiskFullError(CodedError, BlockingIOError):
+    """A disk or the user's quota is full. The field `path` is a file or folder on this disk."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class WorkerContext:
     rank: int = 0
     ranks: int = 1
 
-    def say(self, text: str) -> None:
+    def print_once(self, text: str) -> None:
         """Print a line on the first worker only."""
         if self.rank == 0:
             print(f"train: {text}", flush=True)
@@ -105,13 +115,60 @@ class WorkerContext:
         return values[0]
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error means that a disk or the user's quota is full.
+
+    Errors of safetensors have the error number only in their text.
+    """
+    if getattr(error, "errno", None) in DISK_FULL_NUMBERS:
+        return True
+    return any(f"(os error {number})" in str(error) for number in DISK_FULL_NUMBERS)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the class and the first line of an error's message, shortened to one line."""
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {textwrap.shorten(first_line, 160)}"
+
+
+def disk_full_error(error: BaseException, folder: Path) -> DiskFullError:
+    """Return the DiskFullError for an error of the operating system or of safetensors.
+
+    Args:
+        error: the error. If it has a file name, the DiskFullError names this file instead of the folder.
+        folder: the folder that was written to.
+    """
+    file_name = getattr(error, "filename", None)
+    path = Path(os.fsdecode(file_name)) if isinstance(file_name, str | bytes) else folder
+    existing_path = next(parent for parent in (path, *path.parents) if parent.exists())
+    free_bytes = shutil.disk_usage(existing_path).free
+    return DiskFullError("train.disk_full", path=path, value=free_bytes, cause=describe_error(error))
+
+
+@contextmanager
+def name_full_disk(folder: Path) -> Iterator[None]:
+    """Raise DiskFullError, which names the folder, if its disk is full while the block writes to it.
+
+    The operating system's error does not name the file if a write fails, and neither does the error of safetensors. The
+    run's folder, the output and the scratch folder may be on different disks.
+    """
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        raise disk_full_error(error, folder) from error
+
+
 def alignment_sections(cfg: Train, settings: Settings) -> tuple[Train, Settings]:
     """Return the section `train` and the model's settings for the alignment phase described in `settings.align`."""
     align = settings.align
     assert align is not None, "a model without an alignment"
-    cfg_changes = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
-    changes: dict[str, Any] = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
-    return cfg.model_copy(update=cfg_changes), replace(settings, **changes)  # type: ignore[type-var]
+    train_changes = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
+    model_changes: dict[str, Any] = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
+    return cfg.model_copy(update=train_changes), replace(settings, **model_changes)  # type: ignore[type-var]
 
 
 def newest_attempt(run_dir: Path) -> int:
@@ -120,7 +177,7 @@ def newest_attempt(run_dir: Path) -> int:
     The number is stored in the run's folder, which is removed when the run ends.
     """
     try:
-        return int((run_dir / GENERATION).read_text())
+        return int((run_dir / ATTEMPT_FILE).read_text())
     except FileNotFoundError:
         return 0
 
@@ -128,7 +185,8 @@ def newest_attempt(run_dir: Path) -> int:
 def begin_attempt(run_dir: Path) -> int:
     """Record a new attempt and return its number. Older attempts end as soon as they notice the new number."""
     number = newest_attempt(run_dir) + 1
-    write_atomic(run_dir / GENERATION, f"{number}\n")
+    with name_full_disk(run_dir):
+        write_atomic(run_dir / ATTEMPT_FILE, f"{number}\n")
     return number
 
 
@@ -141,7 +199,7 @@ def require_newest_attempt(run_dir: Path, number: int) -> None:
 
 
 @contextmanager
-def ended_when_superseded(run_dir: Path, number: int) -> Iterator[None]:
+def end_when_superseded(run_dir: Path, number: int) -> Iterator[None]:
     """End this process if a later attempt replaces attempt `number` while the block runs.
 
     If a host is cut off from the other hosts, its workers keep running while the next attempt trains elsewhere. They
@@ -164,7 +222,7 @@ def ended_when_superseded(run_dir: Path, number: int) -> Iterator[None]:
         while not block_ended.wait(CHECK_INTERVAL_S):
             exit_if_superseded()
 
-    threading.Thread(target=watch, name="generation", daemon=True).start()
+    threading.Thread(target=watch, name="newest attempt", daemon=True).start()
     try:
         yield
     except BaseException:
@@ -179,9 +237,9 @@ def stop_on_sigterm(run_dir: Path, grace_s: float = GRACE_S) -> Iterator[None]:
     """Turn SIGTERM into a request to end the run, and end this process if it is still training after the grace time.
 
     Only the process that started the run receives the signal. Its workers, which may be on other machines, check for
-    the file STOP.
+    the file STOP_FILE.
     """
-    stop_file = run_dir / STOP
+    stop_file = run_dir / STOP_FILE
     stop_file.unlink(missing_ok=True)
 
     def request_stop(*_: Any) -> None:
@@ -218,8 +276,8 @@ def choose_accelerator(gpu: bool) -> None:
         os.environ["DS_ACCELERATOR"] = variables["DS_ACCELERATOR"]
     from deepspeed.accelerator import get_accelerator
 
-    chosen = get_accelerator().device_name()
-    assert chosen == os.environ["DS_ACCELERATOR"], f"DeepSpeed took {chosen} before compute.gpu was read"
+    accelerator = get_accelerator().device_name()
+    assert accelerator == os.environ["DS_ACCELERATOR"], f"DeepSpeed chose {accelerator} before compute.gpu was read"
 
 
 def loopback_environment() -> dict[str, str]:

@@ -20,15 +20,23 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
-from m3diff.models.fused import attention_of, register_kernels
+from m3diff.models.fused import choose_attention, register_kernels
 from m3diff.models.processing import PairProcessor
-from m3diff.models.tuning import meta_model, parameter_counts, prepare, trainable_groups, unwrapped
+from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
 from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, engine, state
-from m3diff.stages.train.job import CURVES, STOP, Job, StoppedError, WorkerContext, require_newest_attempt
+from m3diff.stages.train.job import (
+    CURVES_FILE,
+    STOP_FILE,
+    Job,
+    StoppedError,
+    WorkerContext,
+    name_full_disk,
+    require_newest_attempt,
+)
 from m3diff.stages.train.packing import pack
 from m3diff.stages.train.params import Train
 from m3diff.stages.train.validation import Validation
@@ -74,6 +82,19 @@ class Usage:
         write_atomic(path, json.dumps(asdict(self)) + "\n")
 
 
+@dataclass(frozen=True)
+class MeanLengths:
+    """The mean length of a sequence, in tokens.
+
+    Attributes:
+        tokens: all tokens, including visual tokens.
+        supervised_tokens: tokens that count in the loss.
+    """
+
+    tokens: float
+    supervised_tokens: float
+
+
 def prepare_model(
     cfg: Train, settings: Settings, compute: Compute, family: Family, weights: Path | None = None
 ) -> tuple[Any, PairProcessor]:
@@ -93,13 +114,13 @@ def prepare_model(
     dtype = Device(compute.gpu, cfg.precision).dtype
     try:
         model = family.load_base(folder, settings, dtype, register_kernels())
-        adapted = prepare(model, family, settings)
+        adapted_model = prepare_for_training(model, family, settings)
         family.fuse(model, compute.activation_checkpointing)
     except ValueError as error:
         raise ParamsError(
             "train.base_does_not_fit", key=f"models.{cfg.model}", base=cfg.base, cause=cause_of(error)
         ) from error
-    return adapted.train(), family.load_processor(folder, model.config)
+    return adapted_model.train(), family.load_processor(folder, model.config)
 
 
 class Training:
@@ -111,7 +132,7 @@ class Training:
         torch.set_num_threads(compute.cpus_per_worker)
         self.job = job
         self.worker = worker
-        attention = attention_of(compute.attention, compute.gpu, cfg.max_captions_per_sequence)
+        attention = choose_attention(compute.attention, compute.gpu, cfg.max_captions_per_sequence)
         self.device = Device(compute.gpu, cfg.precision, attention)
         self.family = FAMILIES[job.model.family]
 
@@ -157,59 +178,71 @@ class Training:
         The first worker writes `out/checkpoint` and `out/curves.csv`.
         """
         schedule = self.schedule
-        step_flops = self.announce()
+        lengths = self.measure_lengths()
+        flops_per_step = self.count_flops_per_step(lengths)
+        self.print_size(lengths, flops_per_step)
         steps_before = self.resume()
         stream = self.loader.stream(schedule, self.worker.rank, steps_before)
-        started_at = time.monotonic()
-        counted_until = started_at
+        start = time.monotonic()
+        previous_time = start
         for step in range(steps_before, schedule.steps):
-            wait_started_at = time.monotonic()
+            wait_start = time.monotonic()
             micro_batches = next(stream)
-            self.usage.waited += time.monotonic() - wait_started_at
+            self.usage.waited += time.monotonic() - wait_start
             self.train_step(step, micro_batches)
-            counted_until = self.count_time(counted_until)
+            previous_time = self.count_time(previous_time)
 
             steps_done = step + 1
-            seconds_per_step = (counted_until - started_at) / (steps_done - steps_before)
-            self.log_progress(steps_done, seconds_per_step, step_flops)
+            seconds_per_step = (previous_time - start) / (steps_done - steps_before)
+            self.print_progress(steps_done, seconds_per_step, flops_per_step)
             self.stop_if_requested(steps_done)
-            if self.is_checkpoint(steps_done):
-                self.validate(self.save(steps_done))
+            if self.needs_checkpoint(steps_done):
+                checkpoint = self.save(steps_done)
+                self.validate(checkpoint)
                 warning = self.unused_module_warning()
                 if warning:
-                    self.worker.say(f"warning: {warning}")
-        self.count_time(counted_until)
+                    self.worker.print_once(f"warning: {warning}")
+        self.count_time(previous_time)
         exported_step = self.export()
-        return self.figures(exported_step, step_flops)
+        return self.report_figures(exported_step, flops_per_step)
 
-    def announce(self) -> float:
-        """Print the size of the run and return the number of FLOPs per step."""
+    def measure_lengths(self) -> MeanLengths:
+        """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
+        token_counts = []
+        supervised_counts = []
+        for rows in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
+            sequence = pack([self.loader.pairs_of(rows)])
+            token_counts.append(sequence.tokens)
+            supervised_counts.append(len(sequence.labels))
+        return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
+
+    def count_flops_per_step(self, lengths: MeanLengths) -> float:
+        """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
+        model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
+        terms = self.family.flops(model, lengths.tokens, lengths.supervised_tokens)
+        flops_per_sequence = sum(term.total for term in terms)
+        return self.schedule.global_batch * flops_per_sequence
+
+    def print_size(self, lengths: MeanLengths, flops_per_step: float) -> None:
+        """Print the number of sequences, tokens, steps, parameters and FLOPs of the run."""
         schedule = self.schedule
-        model = meta_model(unwrapped(self.engine.module).config, self.family, self.job.model)
-        sequences = schedule.epoch(0)
-        packed = [pack([self.loader.pairs_of(rows)]) for rows in sequences[:COUNTED_SEQUENCES]]
-        tokens = float(np.mean([sequence.tokens for sequence in packed]))
-        supervised = float(np.mean([len(sequence.labels) for sequence in packed]))
-        terms = self.family.flops(model, tokens, supervised)
-        step_flops = schedule.global_batch * sum(term.total for term in terms)
-
-        accumulated = self.engine.gradient_accumulation_steps()
+        sequences = len(schedule.epoch(0))
+        accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
         trained_parts = ", ".join(f"{part} {counts[part]:,}" for part in self.family.parts if counts.get(part))
         lines = (
-            f"{schedule.global_batch} sequences a step = {schedule.micro_batch} micro-batch x {accumulated} "
-            f"accumulated x {schedule.ranks} worker(s)",
-            f"{len(schedule.samples.pairs()):,} pairs, {len(schedule.samples):,} references in {len(sequences):,} "
-            "sequences an epoch",
-            f"about {tokens * len(sequences):,.0f} tokens an epoch ({tokens:.1f} a sequence, {supervised:.1f} of them "
-            "supervised)",
-            f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps = {schedule.steps:,} steps",
-            f"{counts['trainable']:,} parameters train ({trained_parts}), {counts['frozen']:,} are frozen",
-            f"{step_flops / 1e12:.3g} TFLOP a step",
+            f"{schedule.global_batch} sequences per step = micro-batches of {schedule.micro_batch} x "
+            f"{accumulation_steps} accumulation step(s) x {schedule.ranks} worker(s)",
+            f"{len(schedule.samples.pairs()):,} pairs with {len(schedule.samples):,} references, packed into "
+            f"{sequences:,} sequences per epoch",
+            f"about {lengths.tokens * sequences:,.0f} tokens per epoch: {lengths.tokens:.1f} per sequence, of which "
+            f"{lengths.supervised_tokens:.1f} are supervised",
+            f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps per epoch = {schedule.steps:,} steps",
+            f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",
+            f"{flops_per_step / 1e12:.3g} TFLOP per step",
         )
         for line in lines:
-            self.worker.say(line)
-        return step_flops
+            self.worker.print_once(line)
 
     def count_time(self, start: float) -> float:
         """Add the time since `start` (`time.monotonic`) to the run's usage and return the current time."""
@@ -218,7 +251,7 @@ class Training:
         self.usage.device_seconds += (now - start) * self.worker.ranks
         return now
 
-    def is_checkpoint(self, steps_done: int) -> bool:
+    def needs_checkpoint(self, steps_done: int) -> bool:
         """Return whether to save a checkpoint: every `compute.checkpoint_every_steps` steps and after the last step."""
         return steps_done == self.schedule.steps or steps_done % self.job.compute.checkpoint_every_steps == 0
 
@@ -228,15 +261,15 @@ class Training:
         folder = self.worker.broadcast(folder)
         steps = self.schedule.steps
         if folder is None:
-            self.worker.say(f"no checkpoint of this run to go on from, so it starts at step 1 of {steps}")
+            self.worker.print_once(f"this run has no checkpoint yet, so it starts at step 1 of {steps}")
             return 0
         steps_done = state.load_state(self.engine, folder)
-        self.curve.read(folder / CURVES)
-        self.worker.say(f"resumed after step {steps_done} of {steps}")
+        self.curve.read(folder / CURVES_FILE)
+        self.worker.print_once(f"resumed after step {steps_done} of {steps}")
         scores = self.worker.broadcast(state.read_validation(folder))
         if scores is not None:
-            self.curve.fill({name: value for name, value in scores.items() if name in self.curve.names})
-        elif self.is_checkpoint(steps_done):
+            self.curve.set_values({name: value for name, value in scores.items() if name in self.curve.names})
+        elif self.needs_checkpoint(steps_done):
             # the run was killed after the checkpoint was written and before it was validated
             self.validate(folder)
         return steps_done
@@ -255,12 +288,12 @@ class Training:
         schedule = self.schedule
         rates = [group.lr * engine.rate_factor(cfg, step, schedule.steps, group.delay) for group in self.groups]
         self.rates = self._rates_by_column(rates)
-        is_measured = bool(self.module_columns) and (step == 0 or self.is_logged(step + 1))
-        contribution = self.family.contribution if is_measured else None
+        measures_module = bool(self.module_columns) and (step == 0 or self.needs_progress_line(step + 1))
+        contribution = self.family.contribution if measures_module else None
         recording: AbstractContextManager[list[Tensor]] = nullcontext([])
         if contribution:
-            recording = contribution.recorded(unwrapped(self.engine.module))
-        with recording as recorded_sums:
+            recording = contribution.record(unwrap_model(self.engine.module))
+        with recording as module_sums:
             loss, grad_norm = engine.take_step(
                 self.engine, micro_batches, self.processor, self.device, rates, self.worker.ranks
             )
@@ -275,7 +308,7 @@ class Training:
             **self.rates,
         }
         if contribution:
-            own_sums = torch.stack(recorded_sums).double().sum(dim=0).cpu()
+            own_sums = torch.stack(module_sums).double().sum(dim=0).cpu()
             sums = engine.sum_over_ranks(own_sums, self.worker.ranks)
             row |= zip(self.module_columns, contribution.figures(sums), strict=True)
         self.curve.add(row)
@@ -283,10 +316,10 @@ class Training:
 
     def _rates_by_column(self, rates: list[float]) -> dict[str, float]:
         """Return the learning rate of each trained part of the model by its column in the curves (`lr_<part>`)."""
-        by_part: dict[str, float] = {}
+        rate_by_part: dict[str, float] = {}
         for group, rate in zip(self.groups, rates, strict=True):
-            by_part |= dict.fromkeys(group.parts, rate)
-        return {f"lr_{part}": by_part[part] for part in self.family.parts if part in by_part}
+            rate_by_part |= dict.fromkeys(group.parts, rate)
+        return {f"lr_{part}": rate_by_part[part] for part in self.family.parts if part in rate_by_part}
 
     def _require_finite(self, step: int, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -294,26 +327,27 @@ class Training:
         rates = [f"{name} {rate:.3g}" for name, rate in self.rates.items()]
         raise ParamsError("train.diverged", step=step + 1, loss=loss, grad_norm=grad_norm, rates=rates)
 
-    def is_logged(self, steps_done: int) -> bool:
+    def needs_progress_line(self, steps_done: int) -> bool:
         """Return whether to print a progress line: every LOG_EVERY_STEPS steps and after the last step."""
         return steps_done % LOG_EVERY_STEPS == 0 or steps_done == self.schedule.steps
 
-    def log_progress(self, steps_done: int, seconds_per_step: float, step_flops: float) -> None:
-        """Print a progress line if `is_logged` is true for this step.
+    def print_progress(self, steps_done: int, seconds_per_step: float, flops_per_step: float) -> None:
+        """Print a progress line if `needs_progress_line` is true for this step.
 
         An example is `step 20/1810 (1.1%) loss 1.2345 grad_norm 2.1000 module_update_ratio 0.21 lr_vision 4.00e-05 85
         captions/s MFU 41% ETA 0:11:20`. MFU is the model FLOPs utilisation, the achieved share of the devices' peak
         FLOP/s.
         """
-        if not self.is_logged(steps_done):
+        if not self.needs_progress_line(steps_done):
             return
         steps = self.schedule.steps
         fields = [f"step {steps_done}/{steps} ({steps_done / steps:.1%})"]
         for name in ("loss", "grad_norm"):
             fields.append(f"{name} {self.curve.last_value(name):.4f}")
-        ratios = [f"{ratio:.2g}" for ratio in update_ratios(self.curve.latest(self.module_columns)).values()]
+        ratios = update_ratios(self.curve.last_values(self.module_columns))
         if ratios:
-            fields.append(" ".join([MODULE_UPDATE_RATIO, *ratios]))
+            ratio_texts = [f"{ratio:.2g}" for ratio in ratios.values()]
+            fields.append(" ".join([MODULE_UPDATE_RATIO, *ratio_texts]))
         for name, rate in self.rates.items():
             fields.append(f"{name} {rate:.2e}")
         captions_per_step = self.schedule.captions(steps_done) / steps_done
@@ -321,10 +355,10 @@ class Training:
         device_name = torch.cuda.get_device_name() if self.job.compute.gpu else ""
         peak = peak_flops(device_name, self.job.cfg.precision)
         if peak:
-            fields.append(f"MFU {step_flops / seconds_per_step / (peak * self.worker.ranks):.0%}")
+            fields.append(f"MFU {flops_per_step / seconds_per_step / (peak * self.worker.ranks):.0%}")
         seconds_left = round((steps - steps_done) * seconds_per_step)
         fields.append(f"ETA {timedelta(seconds=seconds_left)}")
-        self.worker.say("  ".join(fields))
+        self.worker.print_once("  ".join(fields))
 
     def stop_if_requested(self, steps_done: int) -> None:
         """Save a checkpoint and raise StoppedError on all workers if the run was asked to end.
@@ -332,8 +366,9 @@ class Training:
         The checkpoint is not validated here. A resumed run validates it only if an uninterrupted run would also have
         validated after this step.
         """
-        is_requested = self.worker.rank == 0 and (self.job.run_dir / STOP).exists()
-        if engine.sum_over_ranks(torch.tensor(float(is_requested)), self.worker.ranks):
+        sees_request = self.worker.rank == 0 and (self.job.run_dir / STOP_FILE).exists()
+        is_requested = bool(engine.sum_over_ranks(torch.tensor(float(sees_request)), self.worker.ranks))
+        if is_requested:
             self.save(steps_done)
             raise StoppedError("train.stopped", step=steps_done)
 
@@ -350,10 +385,11 @@ class Training:
     def save(self, steps_done: int) -> Path:
         """Write a checkpoint, then the run's usage, and return the checkpoint's folder."""
         run_dir = self.job.run_dir
-        tensors = state.whole_state(self.engine, keep=self.worker.rank == 0)
+        tensors = state.gather_state(self.engine, keep=self.worker.rank == 0)
         if self.is_writer():
-            state.write_state(run_dir, steps_done, tensors, self.curve)
-            self.usage.write(run_dir / USAGE_FILE)
+            with name_full_disk(run_dir):
+                state.write_state(run_dir, steps_done, tensors, self.curve)
+                self.usage.write(run_dir / USAGE_FILE)
         return state.folder_of(run_dir, steps_done)
 
     def validate(self, folder: Path) -> None:
@@ -368,28 +404,29 @@ class Training:
         caption_every_steps = compute.checkpoint_every_steps * compute.caption_every_checkpoints
         if compute.caption_val_pairs and (step == self.schedule.steps or step % caption_every_steps == 0):
             scores |= self.validation.cider(self.engine)
-        self.curve.fill(scores)
+        self.curve.set_values(scores)
         if self.is_writer():
-            write_atomic(folder / state.VALIDATION, json.dumps(scores) + "\n")
-            self.curve.write(self.job.run_dir / CURVES)
+            with name_full_disk(self.job.run_dir):
+                write_atomic(folder / state.VALIDATION_FILE, json.dumps(scores) + "\n")
+                self.curve.write(self.job.run_dir / CURVES_FILE)
         if scores:
-            score_texts = "".join(f"  {name} {value:.4f}" for name, value in scores.items())
-            self.worker.say(f"validation after step {step}{score_texts}")
+            score_texts = [f"{name} {value:.4f}" for name, value in scores.items()]
+            self.worker.print_once("  ".join([f"validation after step {step}", *score_texts]))
 
     def unused_module_warning(self) -> Fault | None:
         """Return a warning if the module still has no effect after every part of the model has warmed up, else None."""
         contribution = self.family.contribution
-        latest = self.curve.latest(self.module_columns)
-        ratios = update_ratios(latest)
+        values = self.curve.last_values(self.module_columns)
+        ratios = update_ratios(values)
         if not contribution or not ratios or max(ratios.values()) >= NEGLIGIBLE_UPDATE_RATIO:
             return None
         steps = self.schedule.steps
         longest_delay = max(round(group.delay * steps) for group in self.groups)
-        if latest["step"] <= longest_delay + engine.warmup_steps(steps, self.job.cfg.warmup_share):
+        if values["step"] <= longest_delay + engine.warmup_steps(steps, self.job.cfg.warmup_share):
             return None
         return Fault(
             "train.module_changes_nothing",
-            step=round(latest["step"]),
+            step=round(values["step"]),
             steps=steps,
             limit=NEGLIGIBLE_UPDATE_RATIO,
             ratios=[f"{name} {value:.2g}" for name, value in ratios.items()],
@@ -407,44 +444,45 @@ class Training:
         folder = self.worker.broadcast(folder)
         if folder is not None:
             state.load_state(self.engine, folder)
-        partitioned = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-        with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+        zero3_parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+        with deepspeed.zero.GatheredParameters(zero3_parameters, enabled=bool(zero3_parameters)):
             if self.is_writer():
-                save_checkpoint(
-                    model,
-                    self.processor,
-                    job.out / "checkpoint",
-                    family=job.model.family,
-                    base=job.cfg.base,
-                    base_sha256=job.base_sha256,
-                )
-                self.curve.write(job.out / CURVES)
+                with name_full_disk(job.out):
+                    save_checkpoint(
+                        model,
+                        self.processor,
+                        job.out / "checkpoint",
+                        family=job.model.family,
+                        base=job.cfg.base,
+                        base_sha256=job.base_sha256,
+                    )
+                    self.curve.write(job.out / CURVES_FILE)
         return self.schedule.steps if folder is None else state.step_of(folder)
 
-    def figures(self, exported_step: int, step_flops: float) -> dict[str, Any]:
+    def report_figures(self, exported_step: int, flops_per_step: float) -> dict[str, Any]:
         """Return the fields of `TrainReport` that the loop computes, and the speed over all attempts of the run."""
         usage = self.usage
         steps = self.schedule.steps
         counts = self.parameters
+        parts = [name for name in counts if name not in ("trainable", "frozen")]
         seconds = max(usage.seconds, 1e-9)
-        latest = self.curve.latest(self.module_columns)
-        schedule_captions = self.schedule.captions(steps)
+        module_values = self.curve.last_values(self.module_columns)
+        module_values.pop("step", None)
+        captions = self.schedule.captions(steps)
         warning = self.unused_module_warning()
         return {
             "rows_in": len(self.schedule.samples),
-            "rows_out": schedule_captions,
+            "rows_out": captions,
             "steps": steps,
             "parameters_trainable": counts["trainable"],
             "parameters_frozen": counts["frozen"],
-            "parameters": {part: count for part, count in counts.items() if part not in ("trainable", "frozen")},
-            "loss": self._reported_value("loss"),
-            "val_loss": self._reported_value("val_loss"),
-            "val_loss_by_dataset": {
-                name: self._reported_value(f"val_loss_{name}") for name in self.validation.datasets
-            },
-            "val_cider": self._reported_value("val_cider"),
+            "parameters": {part: counts[part] for part in parts},
+            "loss": self._rounded_value("loss"),
+            "val_loss": self._rounded_value("val_loss"),
+            "val_loss_by_dataset": {name: self._rounded_value(f"val_loss_{name}") for name in self.validation.datasets},
+            "val_cider": self._rounded_value("val_cider"),
             "exported_step": exported_step,
-            "module": {name: latest[name] for name in self.module_columns if latest},
+            "module": module_values,
             "warnings": [str(warning)] if warning else [],
             "seconds": usage.seconds,
             "captions_per_s": usage.captions / seconds,
@@ -453,11 +491,11 @@ class Training:
             "devices": self.worker.ranks,
             "device_hours": usage.device_seconds / 3600,
             # captions that are trained on again after a resume count again, because their seconds count again too
-            "flops": step_flops * steps * usage.captions / schedule_captions,
+            "flops": flops_per_step * steps * usage.captions / captions,
             "model_parameters": counts["trainable"] + counts["frozen"],
         }
 
-    def _reported_value(self, column: str) -> float | None:
+    def _rounded_value(self, column: str) -> float | None:
         """Return the last value of a column of the curves, rounded for the report, or None if the column is empty."""
         value = self.curve.last_value(column)
         return None if math.isnan(value) else round(value, 5)

@@ -1,6 +1,6 @@
 """Run the training loop in Ray Train workers (`compute.workers` above 0).
 
-Ray only starts the workers. `stage.with_retries` decides what to do when a worker dies, and the run writes its own
+Ray only starts the workers. `stage.run_with_retries` decides what to do when a worker dies, and the run writes its own
 checkpoints into its folder.
 """
 
@@ -29,7 +29,7 @@ from m3diff.stages.train.job import (
     Job,
     WorkerContext,
     choose_accelerator,
-    ended_when_superseded,
+    end_when_superseded,
     loopback_environment,
     require_newest_attempt,
     stop_on_sigterm,
@@ -98,7 +98,7 @@ def make_trainer(job: Job) -> TorchTrainer:
         worker_runtime_env={"env_vars": worker_variables},  # type: ignore[call-arg]
     )
     return TorchTrainer(
-        _worker,
+        _run_worker,
         train_loop_config={"job": job},
         torch_config=torch_config,
         scaling_config=ScalingConfig(
@@ -108,7 +108,7 @@ def make_trainer(job: Job) -> TorchTrainer:
     )
 
 
-def _worker(config: dict[str, Any]) -> None:
+def _run_worker(config: dict[str, Any]) -> None:
     prepare()
     job: Job = config["job"]
     choose_accelerator(job.compute.gpu)
@@ -118,7 +118,7 @@ def _worker(config: dict[str, Any]) -> None:
     worker = WorkerContext(context.get_world_rank(), context.get_world_size())
     if not dist.is_initialized():
         join_process_group(job, worker)
-    with ended_when_superseded(job.run_dir, job.attempt):
+    with end_when_superseded(job.run_dir, job.attempt):
         figures = Training(job, worker).run()
     if worker.rank == 0:
         require_newest_attempt(job.run_dir, job.attempt)

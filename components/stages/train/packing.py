@@ -70,28 +70,29 @@ class Packed:
         lengths = torch.bincount(self.sequences[self.sequences != PAD])
         starts = lengths.cumsum(0) - lengths
         count = max(1, min(MOST_RECTANGLES, len(lengths) // FEWEST_SEQUENCES))
-        rows = []
-        inside = []
+        tokens_by_rectangle = []
+        is_token_by_rectangle = []
         shapes = []
         masks = []
-        for chosen in lengths.argsort(stable=True).tensor_split(count):
-            place = torch.arange(int(lengths[chosen].max()))
-            there = place < lengths[chosen, None]
-            tokens = (starts[chosen, None] + place) * there
-            segments = self.segments[tokens].masked_fill(~there, PAD)
-            shapes.append((len(chosen), len(place)))
-            masks.append(dense(prefix_rule(segments), *segments.shape) if int(segments.max()) > 1 else None)
-            rows.append(tokens.flatten())
-            inside.append(there.flatten())
-        tokens = torch.cat(rows)
-        there = torch.cat(inside)
-        places = torch.empty(int(lengths.sum()), dtype=torch.long)
-        places[tokens[there]] = there.nonzero().flatten()
-        return Layout(tokens, places, tuple(shapes), tuple(masks))
+        for sequences in lengths.argsort(stable=True).tensor_split(count):
+            slots = torch.arange(int(lengths[sequences].max()))
+            is_token = slots < lengths[sequences, None]  # false for padding at the end of a sequence
+            tokens = (starts[sequences, None] + slots) * is_token
+            segments = self.segments[tokens].masked_fill(~is_token, PAD)
+            has_branches = int(segments.max()) > 1  # a sequence with a single branch needs only causal attention
+            masks.append(dense(prefix_rule(segments), *segments.shape) if has_branches else None)
+            shapes.append((len(sequences), len(slots)))
+            tokens_by_rectangle.append(tokens.flatten())
+            is_token_by_rectangle.append(is_token.flatten())
+        token_of_slot = torch.cat(tokens_by_rectangle)
+        is_token_in_slot = torch.cat(is_token_by_rectangle)
+        slot_of_token = torch.empty(int(lengths.sum()), dtype=torch.long)
+        slot_of_token[token_of_slot[is_token_in_slot]] = is_token_in_slot.nonzero().flatten()
+        return Layout(token_of_slot, slot_of_token, tuple(shapes), tuple(masks))
 
-    def each(self, taken: Callable[[Tensor], Tensor]) -> "Packed":
-        """Return a copy with the function `taken` applied to each tensor."""
-        return Packed(**{field.name: taken(getattr(self, field.name)) for field in fields(self)})
+    def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "Packed":
+        """Return a copy with the function applied to each tensor."""
+        return Packed(**{field.name: function(getattr(self, field.name)) for field in fields(self)})
 
     def block_mask(self, device: Device) -> BlockMask:
         """Return the FlexAttention mask of the row. The kernel skips blocks in which no token attends to another token.
@@ -102,8 +103,8 @@ class Packed:
         return create_block_mask(rule, None, None, self.tokens, self.tokens, device=str(device.torch))
 
 
-# Says whether a query token attends to a key token, given broadcastable batch, head, query and key indices, as
-# FlexAttention's `mask_mod` does
+# Returns whether a query token attends to a key token, given broadcastable batch, head, query and key indices, like
+# FlexAttention's `mask_mod`
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -116,30 +117,30 @@ def prefix_rule(segments: Tensor) -> Rule:
         segments: [B, S]; the segment of each token, as in `Packed`.
     """
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        of_query = segments[batch, query]
-        of_key = segments[batch, key]
-        branch = ((of_key == PREFIX) | (of_key == of_query)) & (of_key != PAD)
-        return ((key <= query) & branch) | (key == query)
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query_segment = segments[batch, query]
+        key_segment = segments[batch, key]
+        is_in_prefix_or_branch = ((key_segment == PREFIX) | (key_segment == query_segment)) & (key_segment != PAD)
+        return ((key <= query) & is_in_prefix_or_branch) | (key == query)
 
-    return sees
+    return attends
 
 
 def row_rule(sequences: Tensor, segments: Tensor) -> Rule:
     """Return the rule for a row of concatenated sequences: `prefix_rule`, but no attention between sequences."""
-    within = prefix_rule(segments[None])
+    rule_within_sequence = prefix_rule(segments[None])
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return within(batch * 0, head, query, key) & (sequences[query] == sequences[key])
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return rule_within_sequence(batch * 0, head, query, key) & (sequences[query] == sequences[key])
 
-    return sees
+    return attends
 
 
 def dense(rule: Rule, sequences: int, length: int) -> Tensor:
     """Return a rule as a boolean mask, [B, 1, S, S], for B sequences of S tokens."""
     batch = torch.arange(sequences)[:, None, None, None]
-    place = torch.arange(length)
-    return rule(batch, batch, place[:, None], place)
+    positions = torch.arange(length)
+    return rule(batch, batch, positions[:, None], positions)
 
 
 def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Packed:
@@ -149,23 +150,27 @@ def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Pac
     token. The rest of each prompt belongs to the branch, because the last prompt token predicts the first token of the
     answer.
     """
-    lists: list[list[int]] = [[] for _ in range(6)]
-    ids, positions, segments, supervised, labels, lengths = lists
+    ids: list[int] = []
+    positions: list[int] = []
+    segments: list[int] = []
+    supervised: list[int] = []  # positions in the row
+    labels: list[int] = []
+    lengths: list[int] = []
     for group in groups:
         start = len(ids)
         prompts = [list(prompt) for prompt, _ in group]
-        shared = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
-        ids += prompts[0][:shared]
-        positions += range(shared)
-        segments += [PREFIX] * shared
+        shared_tokens = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
+        ids += prompts[0][:shared_tokens]
+        positions += range(shared_tokens)
+        segments += [PREFIX] * shared_tokens
         for branch, (prompt, answer) in enumerate(group, start=1):
-            tail = [*prompt[shared:], *answer[:-1]]
-            first = len(ids) + len(prompt) - shared - 1
-            supervised += range(first, first + len(answer))
+            branch_ids = [*prompt[shared_tokens:], *answer[:-1]]
+            first_position = len(ids) + len(prompt) - shared_tokens - 1
+            supervised += range(first_position, first_position + len(answer))
             labels += answer
-            ids += tail
-            positions += range(shared, shared + len(tail))
-            segments += [branch] * len(tail)
+            ids += branch_ids
+            positions += range(shared_tokens, shared_tokens + len(branch_ids))
+            segments += [branch] * len(branch_ids)
         lengths.append(len(ids) - start)
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[supervised] = True

@@ -9,11 +9,10 @@ half the micro-batch size and the same global batch. After other errors that may
 `compute.max_failures` further attempts are made. Run: `m3diff train`.
 """
 
-import errno
 import gc
 import json
 import shutil
-import textwrap
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -23,26 +22,31 @@ from typing import Any
 import polars as pl
 from tokenizers import Tokenizer
 
-from m3diff.cluster import NoRoomError, logs, on_one_machine
+from m3diff.cluster import NoRoomError, on_one_machine, ray_log_folder
 from m3diff.models import FAMILIES
 from m3diff.models.device import DeviceError
 from m3diff.models.settings import Settings
-from m3diff.provenance.code import key_of
+from m3diff.provenance.code import compute_key
 from m3diff.records.errors import CodedError, DataError, Fault, data_error_if_unreadable
 from m3diff.records.files import StageReport, lock_exclusively, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.job import (
-    CURVES,
+    CURVES_FILE,
     SPEED_FILE,
     TERMINATED,
     DatasetFilter,
+    DiskFullError,
     Job,
     StoppedError,
     SupersededError,
     WorkerContext,
     alignment_sections,
     begin_attempt,
+    describe_error,
+    disk_full_error,
+    is_disk_full,
+    name_full_disk,
     single_worker_group,
     stop_on_sigterm,
 )
@@ -63,30 +67,24 @@ SPEED_FIGURES = (
 )
 
 # Folder of the alignment phase inside the run's folder
-ALIGNMENT = "alignment"
+ALIGNMENT_FOLDER = "alignment"
 
 # Runs the loop of one attempt to its end and returns its figures
-Attempt = Callable[[Job], dict[str, Any]]
+RunAttempt = Callable[[Job], dict[str, Any]]
 
 
 class RunInProgressError(CodedError, BlockingIOError):
     """Another process is training the same run."""
 
 
-class DiskFullError(CodedError, BlockingIOError):
-    """A disk or the user's quota is full."""
-
-
 # Errors that are not retried: they would recur, or the run was asked to end
-FINAL_ERRORS = (DataError, ParamsError, DeviceError, StoppedError, SupersededError, NoRoomError)
+FINAL_ERRORS = (DataError, ParamsError, DeviceError, DiskFullError, StoppedError, SupersededError, NoRoomError)
 
 # Errors that Ray raises if workers do not start. On one machine, the next attempt would fail in the same way.
 STARTUP_ERRORS = {"WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError"}
 
 # Phrases in out-of-memory errors of CUDA, NCCL, torch's CPU allocator and Ray's memory monitor
 OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "running low on memory")
-
-DISK_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class TrainReport(StageReport):
@@ -121,7 +119,7 @@ class TrainReport(StageReport):
 
 # Shows the curves of a run. The function takes the run's key and the path of the curves up to the newest checkpoint,
 # and returns a context manager that is entered for the duration of the run
-Follow = Callable[[str, Path], AbstractContextManager[object]]
+FollowCurves = Callable[[str, Path], AbstractContextManager[object]]
 
 
 def train(
@@ -130,18 +128,18 @@ def train(
     compute: Compute,
     mixture: Path,
     out: Path,
-    follow: Follow = lambda key, curves: nullcontext(),
+    follow: FollowCurves = lambda key, curves: nullcontext(),
     warnings: Sequence[str] = (),
 ) -> TrainReport:
     """Train on `mixture`/train and write checkpoint/, curves.csv and report.json to `out`.
 
     Args:
-        follow: shows the curves during training; see `Follow`.
+        follow: shows the curves during training; see `FollowCurves`.
         warnings: warnings known before the run, to include in the report.
 
     Raises:
         RunInProgressError: another process is training the same run; try again later.
-        DiskFullError: a disk is full; free some space and try again.
+        DiskFullError: a disk is full; free some space on it and try again.
         DataError: the mixture has no training samples, an image has changed since ingest, or the base's tokenizer is
             damaged.
         ParamsError: `train.export` is best, but no checkpoint would be scored.
@@ -150,7 +148,7 @@ def train(
     """
     if cfg.export == "best" and not compute.caption_val_pairs:
         raise ParamsError("train.best_without_captions", key="train.export")
-    settings = settings_for_readers(cfg, model)
+    reported_settings = settings_in_report(cfg, model)
     cfg = cfg.model_copy(update={"base": cfg.base.resolve()})
     mixture = mixture.resolve()
     out = out.resolve()
@@ -158,7 +156,8 @@ def train(
     base_sha256 = sha256_of_folder(cfg.base)
     _require_readable_tokenizer(cfg.base / "tokenizer.json")
     run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    with name_full_disk(scratch):
+        run_dir.mkdir(parents=True, exist_ok=True)
     job = Job(
         cfg=cfg,
         model=model,
@@ -168,19 +167,22 @@ def train(
         run_dir=run_dir,
         base_sha256=base_sha256,
     )
-    with _only_trainer(run_dir), follow(run_dir.name, run_dir / CURVES):
+    with _run_lock(run_dir), follow(run_dir.name, run_dir / CURVES_FILE):
         try:
-            figures, alignment = run_phases(job)
+            figures, alignment_figures = run_phases(job)
         except StoppedError as stopped:
             print(f"train: {stopped}", flush=True)
             raise SystemExit(TERMINATED) from stopped
-        verdict = judge_end(cfg, compute, figures, mixture)
-        report = make_report(figures, alignment, settings, warnings, verdict).write(out / "report.json")
+        warning = nothing_learned_warning(cfg, compute, figures, mixture)
+        report = make_report(figures, alignment_figures, reported_settings, warnings, warning)
         speed = rounded_speed(figures)
-        write_atomic(scratch / SPEED_FILE, json.dumps(speed) + "\n")
+        with name_full_disk(out):
+            report.write(out / "report.json")
+        with name_full_disk(scratch):
+            write_atomic(scratch / SPEED_FILE, json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
-        if verdict is not None:
-            print(f"train: warning: {verdict}", flush=True)
+        if warning is not None:
+            print(f"train: warning: {warning}", flush=True)
     shutil.rmtree(run_dir)
     return report
 
@@ -197,33 +199,33 @@ def _require_readable_tokenizer(tokenizer: Path) -> None:
 
 def make_report(
     figures: Mapping[str, Any],
-    alignment: Mapping[str, Any],
+    alignment_figures: Mapping[str, Any],
     settings: dict[str, Any],
     warnings: Sequence[str],
-    verdict: Fault | None,
+    learning_warning: Fault | None,
 ) -> TrainReport:
     """Return the report of a training run.
 
     Args:
         figures: figures that the loop returned.
-        alignment: figures of the alignment phase; empty without an alignment phase.
-        settings: result of `settings_for_readers`.
+        alignment_figures: figures of the alignment phase; empty without an alignment phase.
+        settings: result of `settings_in_report`.
         warnings: risks known before the run.
-        verdict: warning that the model has not learned anything yet, or None.
+        learning_warning: warning that the model has not learned anything yet, or None.
     """
-    all_warnings = [*warnings, *figures["warnings"]]
-    if verdict is not None:
-        all_warnings.append(str(verdict))
-    alignment_fields: dict[str, Any] = {}
-    if alignment:
-        alignment_fields = {
-            "steps": alignment["steps"],
-            "captions": alignment["rows_out"],
-            "loss": alignment["loss"],
+    report_warnings = [*warnings, *figures["warnings"]]
+    if learning_warning is not None:
+        report_warnings.append(str(learning_warning))
+    alignment: dict[str, Any] = {}
+    if alignment_figures:
+        alignment = {
+            "steps": alignment_figures["steps"],
+            "captions": alignment_figures["rows_out"],
+            "loss": alignment_figures["loss"],
         }
     fields = {name: figures[name] for name in TrainReport.model_fields if name in figures}
-    fields["warnings"] = all_warnings
-    return TrainReport(stage="train", alignment=alignment_fields, settings=settings, **fields)
+    fields["warnings"] = report_warnings
+    return TrainReport(stage="train", alignment=alignment, settings=settings, **fields)
 
 
 def rounded_speed(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,7 +237,7 @@ def rounded_speed(figures: Mapping[str, Any]) -> dict[str, Any]:
     return speed
 
 
-def judge_end(cfg: Train, compute: Compute, figures: Mapping[str, Any], mixture: Path) -> Fault | None:
+def nothing_learned_warning(cfg: Train, compute: Compute, figures: Mapping[str, Any], mixture: Path) -> Fault | None:
     """Return a warning if the model has not learned anything yet, else None."""
     end = TrainingEnd(
         steps=figures["steps"],
@@ -247,8 +249,8 @@ def judge_end(cfg: Train, compute: Compute, figures: Mapping[str, Any], mixture:
     return judge_learning(end, mixture, cfg.base / "tokenizer.json", compute.caption_val_pairs)
 
 
-def settings_for_readers(cfg: Train, model: Settings) -> dict[str, Any]:
-    """Return the settings that matter to a reader of the scores: model, base, epochs, batch, adapters and rates."""
+def settings_in_report(cfg: Train, model: Settings) -> dict[str, Any]:
+    """Return the settings that the report shows beside the scores: model, base, epochs, batch, adapters and rates."""
     return {
         "model": cfg.model,
         "family": model.family,
@@ -273,15 +275,15 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         dictionary is empty. If there is one, the seconds, device hours and FLOPs of the fine-tuning include those of
         the alignment.
 
-    Raises: see `with_retries`.
+    Raises: see `run_with_retries`.
     """
-    run: Attempt = run_local
+    run_attempt: RunAttempt = run_local
     if job.compute.workers:
-        from m3diff.stages.train.on_ray import run_on_ray as run
+        from m3diff.stages.train.on_ray import run_on_ray as run_attempt
     align = job.model.align
     if align is None:
-        return with_retries(run, job), {}
-    folder = job.run_dir / ALIGNMENT
+        return run_with_retries(run_attempt, job), {}
+    folder = job.run_dir / ALIGNMENT_FOLDER
     folder.mkdir(exist_ok=True)
     cfg, settings = alignment_sections(job.cfg, job.model)
     alignment_job = replace(
@@ -292,16 +294,17 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
         run_dir=folder,
         datasets=DatasetFilter(align.datasets, excludes=False),
     )
-    alignment = with_retries(run, alignment_job)
+    alignment_figures = run_with_retries(run_attempt, alignment_job)
     fine_tuning_job = replace(
         job,
         weights=alignment_job.out / "checkpoint",
         datasets=DatasetFilter(align.datasets, excludes=True),
     )
-    figures = with_retries(run, fine_tuning_job)
-    join_curves(alignment_job.out / CURVES, job.out / CURVES)
-    totals = {name: figures[name] + alignment[name] for name in ("seconds", "device_hours", "flops")}
-    return figures | totals, alignment
+    figures = run_with_retries(run_attempt, fine_tuning_job)
+    with name_full_disk(job.out):
+        join_curves(alignment_job.out / CURVES_FILE, job.out / CURVES_FILE)
+    totals = {name: figures[name] + alignment_figures[name] for name in ("seconds", "device_hours", "flops")}
+    return figures | totals, alignment_figures
 
 
 def join_curves(alignment: Path, curves: Path) -> None:
@@ -314,12 +317,12 @@ def join_curves(alignment: Path, curves: Path) -> None:
     step = pl.col("step").cast(int)
     alignment_rows = alignment_rows.with_columns((step - step.last()).cast(str))
     # the empty table comes first so that its columns come first
-    joined = pl.concat([rows.clear(), alignment_rows, rows], how="diagonal")
-    write_atomic(curves, joined.write_csv())
+    all_rows = pl.concat([rows.clear(), alignment_rows, rows], how="diagonal")
+    write_atomic(curves, all_rows.write_csv())
 
 
-def with_retries(run: Attempt, job: Job) -> dict[str, Any]:
-    """Return the result of `run(job)`, retrying it as described at the top of this file.
+def run_with_retries(run_attempt: RunAttempt, job: Job) -> dict[str, Any]:
+    """Run attempts until one succeeds, as described at the top of this file, and return its figures.
 
     Raises:
         DataError, ParamsError: an attempt or one of its workers raised this error, or memory is not sufficient even for
@@ -333,7 +336,8 @@ def with_retries(run: Attempt, job: Job) -> dict[str, Any]:
     failures = 0
     while True:
         try:
-            return run(replace(job, attempt=begin_attempt(job.run_dir)))
+            attempt_job = replace(job, attempt=begin_attempt(job.run_dir))
+            return run_attempt(attempt_job)
         except Exception as error:
             job, failures = _next_attempt(error, job, failures)
         # This must come after the `except` block, in which the error keeps the frames alive that hold the model
@@ -353,18 +357,22 @@ def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
     _raise_if_final(error, causes, job)
     if any(is_out_of_memory(cause) for cause in causes):
         smaller_job = with_smaller_micro_batch(job, error)
-        before = job.compute.micro_batch
-        after = smaller_job.compute.micro_batch
+        old_size = job.compute.micro_batch
+        new_size = smaller_job.compute.micro_batch
         print(
-            f"train: out of memory with {before} sequences a micro-batch; goes on from the newest checkpoint with "
-            f"{after} and the same {job.cfg.global_batch} a step (compute.micro_batch: {after} starts so)",
+            f"train: out of memory with micro-batches of {old_size}; continues from the newest checkpoint with "
+            f"micro-batches of {new_size} and the same global batch of {job.cfg.global_batch} (to start future runs "
+            f"like this, set compute.micro_batch to {new_size})",
             flush=True,
         )
         return smaller_job, failures
     if failures == job.compute.max_failures:
         raise error
-    allowance = f"(failure {failures + 1} of {job.compute.max_failures} that compute.max_failures allows)"
-    print(f"train: {_first_line(causes[-1])}; goes on from the newest checkpoint {allowance}", flush=True)
+    print(
+        f"train: {describe_error(causes[-1])}; continues from the newest checkpoint "
+        f"(failure {failures + 1} of {job.compute.max_failures} that compute.max_failures allows)",
+        flush=True,
+    )
     return job, failures + 1
 
 
@@ -373,19 +381,27 @@ def _raise_if_final(error: Exception, causes: list[BaseException], job: Job) -> 
     for cause in causes:
         if isinstance(cause, FINAL_ERRORS):
             raise cause from (error if cause is not error else error.__cause__)
-    full_disk = next((cause for cause in causes if is_disk_full(cause)), None)
-    if full_disk is not None:
-        free_bytes = shutil.disk_usage(job.run_dir).free
-        raise DiskFullError(
-            "train.disk_full", cause=_first_line(full_disk), value=free_bytes, path=job.run_dir
-        ) from error
+    for cause in causes:
+        if is_disk_full(cause):  # a library wrote the file, so the error may not name it
+            raise disk_full_error(cause, fullest_folder(job)) from error
     class_names = {type(cause).__name__ for cause in causes}
     if on_one_machine() and class_names & STARTUP_ERRORS:
-        raise NoRoomError("train.workers_do_not_start", cause=_first_line(causes[-1]), logs=logs()) from error
+        raise NoRoomError(
+            "train.workers_do_not_start", cause=describe_error(causes[-1]), logs=ray_log_folder()
+        ) from error
     if "FailOnRecompileLimitHit" in class_names:
-        # dynamo recompiles for every length if shapes do not recur; `compiled` in models/fused.py turns that into an
-        # error
+        # dynamo recompiles for every length if shapes do not recur; `compile_once` in models/fused.py turns this into
+        # an error
         raise ParamsError("train.graph_for_each_length", key="compute.attention") from error
+
+
+def fullest_folder(job: Job) -> Path:
+    """Return the folder with the least free space among the folders that an attempt writes to.
+
+    These are the run's folder, the output folder and the folder for temporary files.
+    """
+    folders = [folder for folder in (job.run_dir, job.out, Path(tempfile.gettempdir())) if folder.exists()]
+    return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
@@ -416,16 +432,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(phrase in text for phrase in OUT_OF_MEMORY_PHRASES)
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error means that a disk or the user's quota is full.
-
-    Errors of safetensors have the error number only in their text.
-    """
-    if getattr(error, "errno", None) in DISK_FULL_NUMBERS:
-        return True
-    return any(f"(os error {number})" in str(error) for number in DISK_FULL_NUMBERS)
-
-
 def with_smaller_micro_batch(job: Job, error: BaseException) -> Job:
     """Return the job with a micro-batch of at most half the current size.
 
@@ -448,11 +454,6 @@ def with_smaller_micro_batch(job: Job, error: BaseException) -> Job:
     return replace(job, compute=compute.model_copy(update={"micro_batch": sizes[-1]}))
 
 
-def _first_line(error: BaseException) -> str:
-    line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {textwrap.shorten(line, 160)}"
-
-
 def run_local(job: Job) -> dict[str, Any]:
     """Run the loop in this process as the only worker and return its figures."""
     with single_worker_group(job.compute.gpu), stop_on_sigterm(job.run_dir):
@@ -466,18 +467,19 @@ def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str
 
     The hash does not depend on any path.
     """
-    samples = [*sorted((mixture / "train").glob("*.parquet")), *sorted((mixture / "val").glob("*.parquet"))]
-    facts = {
+    files = sorted((mixture / "train").glob("*.parquet"))
+    files += sorted((mixture / "val").glob("*.parquet"))
+    inputs = {
         "train": cfg.model_dump(mode="json", exclude={"base"}),
         "model": asdict(model),  # type: ignore[call-overload]  # every family's settings are a dataclass
         "base": base_sha256,
-        "samples": [f"{file.parent.name}/{file.name} {sha256(file)}" for file in samples],
+        "samples": [f"{file.parent.name}/{file.name} {sha256(file)}" for file in files],
     }
-    return key_of(facts, Path(__file__), [FAMILIES.modules[model.family]])
+    return compute_key(inputs, Path(__file__), [FAMILIES.modules[model.family]])
 
 
 @contextmanager
-def _only_trainer(run_dir: Path) -> Iterator[None]:
+def _run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the run's lock while the block runs. Raise RunInProgressError if another process holds the lock."""
     with (run_dir.parent / f"{run_dir.name}.lock").open("a") as lock:
         try:

@@ -33,23 +33,27 @@ from torch import Tensor, nn
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from m3diff.records.errors import CodedError
 from m3diff.records.files import flush_to_disk, write_atomic
-from m3diff.stages.train.job import CURVES
+from m3diff.stages.train.job import CURVES_FILE
 
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Tensor files of a checkpoint, and the moment that each file holds; None stands for the weights
-FILES = {"weights.safetensors": None, "exp_avg.safetensors": "exp_avg", "exp_avg_sq.safetensors": "exp_avg_sq"}
+MOMENT_BY_FILE = {
+    "weights.safetensors": None,
+    "exp_avg.safetensors": "exp_avg",
+    "exp_avg_sq.safetensors": "exp_avg_sq",
+}
 
-VALIDATION = "validation.json"
+VALIDATION_FILE = "validation.json"
 FOLDER_PREFIX = "step-"
 
 # Number of checkpoints to keep: the newest two, and the one with the highest CIDEr
-KEPT_NEWEST = 2
-KEPT_BEST = 1
+NEWEST_TO_KEEP = 2
+BEST_TO_KEEP = 1
 
-EXAMPLES = 3  # maximum number of parameter names in an error message
+MAX_EXAMPLES = 3  # maximum number of parameter names in an error message
 
 
 class Curve:
@@ -65,10 +69,10 @@ class Curve:
     def add(self, values: Mapping[str, float | None]) -> None:
         """Add a row with the given values by column name."""
         self.rows.append(dict.fromkeys(self.names, ""))
-        self.fill(values)
+        self.set_values(values)
 
-    def fill(self, values: Mapping[str, float | None]) -> None:
-        """Set further values in the last row."""
+    def set_values(self, values: Mapping[str, float | None]) -> None:
+        """Set values in the last row by column name. Values that are None are left out."""
         self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
 
     def last_value(self, column: str) -> float:
@@ -78,8 +82,11 @@ class Curve:
                 return float(row[column])
         return float("nan")
 
-    def latest(self, columns: Iterable[str]) -> dict[str, float]:
-        """Return `step` and the given columns from the last row that has all of them, or an empty dictionary."""
+    def last_values(self, columns: Iterable[str]) -> dict[str, float]:
+        """Return the values of `step` and of the columns in the last row that has all of them.
+
+        Return an empty dictionary if there is no such row.
+        """
         names = ("step", *columns)
         for row in reversed(self.rows):
             if all(row[name] for name in names):
@@ -128,17 +135,18 @@ class MasterState:
             for parameters, flat in zip(optimizer.bit16_groups, flat_weights, strict=True):
                 lazy_init_hp_params_optimizer_state(parameters, flat, engine.basic_optimizer.state)
 
-    def get(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
+    def get_tensor(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         """Return the whole tensor of a parameter's fp32 weight or, if `moment` is given, of that moment."""
         if parameter in self.masters:
             master = self.masters[parameter]
-            return (self.engine.basic_optimizer.state[master][moment] if moment else master).detach()
+            tensor = self.engine.basic_optimizer.state[master][moment] if moment else master
+            return tensor.detach()
         tensor = safe_get_full_optimizer_state(parameter, moment) if moment else safe_get_full_fp32_param(parameter)
-        assert tensor is not None, "DeepSpeed holds no state of a parameter that trains"
+        assert tensor is not None, "DeepSpeed has no state of a trained parameter"
         return tensor
 
     @torch.no_grad()
-    def set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
+    def set_tensor(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
         """Set a parameter's `moment`.
 
         If `moment` is None, set the fp32 weight and the weight used in the forward pass instead.
@@ -146,7 +154,7 @@ class MasterState:
         is_partitioned = hasattr(parameter, "ds_id")  # ZeRO 3
         rank = torch.distributed.get_rank()
         if parameter in self.masters:
-            self.get(parameter, moment).copy_(value)
+            self.get_tensor(parameter, moment).copy_(value)
         elif not is_partitioned:
             set_full_hp_param(parameter, value, moment)
         else:
@@ -166,26 +174,31 @@ class MasterState:
 def start_moments(engine: deepspeed.DeepSpeedEngine, steps: int) -> None:
     """Set AdamW's moments to zero, as its first step does, and its step count to `steps`."""
     adamw = engine.basic_optimizer
-    masters = [master for group in adamw.param_groups for master in group["params"]]
+    weights: list[Tensor] = []
+    for group in adamw.param_groups:
+        weights += group["params"]
     # ZeRO 3 keeps its flat weights in a separate attribute
-    for weight in getattr(engine.optimizer, "fp32_partitioned_groups_flat", masters):
+    for weight in getattr(engine.optimizer, "fp32_partitioned_groups_flat", weights):
         # fused AdamW requires the count on the same device as the weights
         count = torch.tensor(float(steps), device=weight.device)
         moments = {name: torch.zeros_like(weight) for name in MOMENTS}
         adamw.state[weight] = {"step": count, **moments}
 
 
-def whole_state(engine: deepspeed.DeepSpeedEngine, keep: bool) -> dict[str, dict[str, Tensor]]:
+def gather_state(engine: deepspeed.DeepSpeedEngine, keep: bool) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of a checkpoint on the CPU, by file and parameter name.
 
-    Every worker must call this function. Only workers with `keep` get the tensors; for the others, the dictionary of
-    each file is empty.
+    Every worker must call this function, because with ZeRO each worker holds a part of the tensors.
+
+    Args:
+        engine: the engine whose weights and moments are gathered.
+        keep: whether this worker gets the tensors. If false, the dictionary of each file is empty.
     """
     state = MasterState(engine)
-    tensors: dict[str, dict[str, Tensor]] = {file: {} for file in FILES}
-    for file, moment in FILES.items():
+    tensors: dict[str, dict[str, Tensor]] = {file: {} for file in MOMENT_BY_FILE}
+    for file, moment in MOMENT_BY_FILE.items():
         for name, parameter in state.parameters.items():
-            tensor = state.get(parameter, moment)
+            tensor = state.get_tensor(parameter, moment)
             if keep:
                 tensors[file][name] = tensor.cpu().contiguous()
     return tensors
@@ -206,7 +219,7 @@ def write_state(run_dir: Path, step: int, tensors: Mapping[str, Mapping[str, Ten
     temporary.mkdir(parents=True)
     for file, file_tensors in tensors.items():
         save_file(dict(file_tensors), temporary / file)
-    curve.write(temporary / CURVES)
+    curve.write(temporary / CURVES_FILE)
     write_manifest(temporary, step=step)
     for path in (*temporary.iterdir(), temporary):
         _flush(path)
@@ -214,9 +227,10 @@ def write_state(run_dir: Path, step: int, tensors: Mapping[str, Mapping[str, Ten
     temporary.rename(folder)
     _flush(run_dir)
     verify_manifest(folder)
-    kept_folders = {*checkpoints(run_dir)[-KEPT_NEWEST:], *best_first(run_dir)[:KEPT_BEST]}
+    newest_checkpoints = checkpoints(run_dir)[-NEWEST_TO_KEEP:]
+    best_checkpoints = checkpoints_by_score(run_dir)[:BEST_TO_KEEP]
     for checkpoint in checkpoints(run_dir):
-        if checkpoint not in kept_folders:
+        if checkpoint not in newest_checkpoints and checkpoint not in best_checkpoints:
             shutil.rmtree(checkpoint)
 
 
@@ -235,18 +249,23 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
     Raises:
         CheckpointError: the checkpoint's parameters differ from the trained parameters of the model.
     """
-    start_moments(engine, step_of(folder))
+    step = step_of(folder)
+    start_moments(engine, step)
     state = MasterState(engine)
-    for file, moment in FILES.items():
+    for file, moment in MOMENT_BY_FILE.items():
         with safe_open(folder / file, framework="pt") as tensors:
-            unmatched = sorted({*tensors.keys()} ^ state.parameters.keys())
-            if unmatched:
+            unmatched_names = sorted({*tensors.keys()} ^ state.parameters.keys())
+            if unmatched_names:
                 raise CheckpointError(
-                    "train.other_parameters", path=folder / file, value=len(unmatched), names=unmatched[:EXAMPLES]
+                    "train.other_parameters",
+                    path=folder / file,
+                    value=len(unmatched_names),
+                    names=unmatched_names[:MAX_EXAMPLES],
                 )
             for name, parameter in state.parameters.items():
-                state.set(parameter, tensors.get_tensor(name).to(state.get(parameter).device), moment)
-    return step_of(folder)
+                device = state.get_tensor(parameter).device
+                state.set_tensor(parameter, tensors.get_tensor(name).to(device), moment)
+    return step
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -267,7 +286,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
     """Return the newest intact checkpoint, or None. Damaged checkpoints that are newer are removed with a warning."""
     for folder in reversed(checkpoints(run_dir)):
-        if _is_intact(folder, "it is removed, and the run goes on from an older one or starts over"):
+        if _is_intact(folder, "it is removed, and the run continues from an older checkpoint or starts again"):
             return folder
         shutil.rmtree(folder)
     return None
@@ -278,21 +297,21 @@ def _is_intact(folder: Path, consequence: str) -> bool:
     try:
         verify_manifest(folder)
     except (ValueError, KeyError) as error:
-        damage = str(error)
+        cause = str(error)
         if isinstance(error, CodedError):  # leave out the remedy, which does not apply to checkpoints of a run
-            damage = error.fault.summary
-        logger.warning("train: checkpoint %s is damaged (%s); %s", folder.name, damage, consequence)
+            cause = error.fault.summary
+        logger.warning("train: checkpoint %s is damaged (%s); %s", folder.name, cause, consequence)
         return False
     return True
 
 
 def read_validation(folder: Path) -> dict[str, float] | None:
     """Return the validation scores of a checkpoint, or None if the run ended before it was validated."""
-    file = folder / VALIDATION
+    file = folder / VALIDATION_FILE
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def best_first(run_dir: Path) -> list[Path]:
+def checkpoints_by_score(run_dir: Path) -> list[Path]:
     """Return the checkpoints that have a CIDEr score, best first. Equal scores are sorted by step."""
     scores: dict[Path, float] = {}
     for folder in checkpoints(run_dir):
@@ -305,12 +324,14 @@ def best_first(run_dir: Path) -> list[Path]:
 def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
     """Return the checkpoint to export, or None to export the engine's current weights.
 
-    None is returned if `export` is `last` or if no intact checkpoint has a CIDEr score.
+    The result is None if `export` is `last` or if no intact checkpoint has a CIDEr score.
     """
     if export == "last":
         return None
-    for folder in best_first(run_dir):
-        if _is_intact(folder, "the next best is exported"):
+    for folder in checkpoints_by_score(run_dir):
+        if _is_intact(folder, "the checkpoint with the next best CIDEr is exported"):
             return folder
-    logger.warning("train: no checkpoint has a CIDEr, so the last is exported; has the mixture a validation split?")
+    logger.warning(
+        "train: no checkpoint has a CIDEr, so the last one is exported; check that the mixture has a validation split"
+    )
     return None

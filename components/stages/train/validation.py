@@ -18,7 +18,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
-from m3diff.models.tuning import unwrapped
+from m3diff.models.tuning import unwrap_model
 from m3diff.scoring.characters import spaced
 from m3diff.stages.train import batches, engine
 from m3diff.stages.train.job import Job, WorkerContext
@@ -35,14 +35,16 @@ def sample_pairs(samples: batches.Samples, count: int, seed: int) -> dict[str, l
     """
     if not count:
         return {}
-    by_dataset: dict[str, list[np.ndarray]] = {}
+    pairs_by_dataset: dict[str, list[np.ndarray]] = {}
     for rows in samples.pairs():
-        by_dataset.setdefault(samples.value("dataset", rows[0]), []).append(rows)
-    chosen_pairs = {}
-    for dataset, pairs in sorted(by_dataset.items()):
-        order = np.random.default_rng([seed, zlib.crc32(dataset.encode())]).permutation(len(pairs))
-        chosen_pairs[dataset] = [pairs[number] for number in sorted(order[:count])]
-    return chosen_pairs
+        dataset = samples.value("dataset", rows[0])
+        pairs_by_dataset.setdefault(dataset, []).append(rows)
+    sampled_pairs = {}
+    for dataset, pairs in sorted(pairs_by_dataset.items()):
+        rng = np.random.default_rng([seed, zlib.crc32(dataset.encode())])
+        sampled_numbers = rng.permutation(len(pairs))[:count]
+        sampled_pairs[dataset] = [pairs[number] for number in sorted(sampled_numbers)]
+    return sampled_pairs
 
 
 class Validation:
@@ -74,7 +76,7 @@ class Validation:
         self.datasets = list(loss_pairs)
         own_batches = self._deal_batches(list(loss_pairs.values()), compute.micro_batch)
         self.batches = [(dataset_number, self.loader.read(batch)) for dataset_number, batch in own_batches]
-        self.captioned = list(sample_pairs(samples, compute.caption_val_pairs, seed).values())
+        self.caption_pairs = list(sample_pairs(samples, compute.caption_val_pairs, seed).values())
 
     def _deal_batches(
         self, datasets: list[list[np.ndarray]], batch_size: int
@@ -118,31 +120,34 @@ class Validation:
 
         Returns an empty dictionary if there are no pairs to caption.
         """
-        if not self.captioned:
+        if not self.caption_pairs:
             return {}
-        first_rows = [int(rows[0]) for pairs in self.captioned for rows in pairs]
+        first_rows: list[int] = []
+        for pairs in self.caption_pairs:
+            first_rows += [int(rows[0]) for rows in pairs]
         captions = self._captions(model, first_rows)
         scores = []
-        for pairs in self.captioned:
+        for pairs in self.caption_pairs:
             references = [[self.samples.value("reference", row) for row in rows] for rows in pairs]
             predictions = [captions[int(rows[0])] for rows in pairs]
             scores.append(cider(references, predictions))
         return {"val_cider": float(np.mean(scores))}
 
-    def _captions(self, model: Any, pairs: list[int]) -> dict[int, str]:
-        """Caption the pairs that start at the given rows and return the captions by row number.
+    def _captions(self, model: Any, first_rows: list[int]) -> dict[int, str]:
+        """Caption the pairs that start at these rows and return the captions by row number.
 
-        All pairs of a batch have the same question, so no prompt needs padding and no pair affects the caption of
-        another.
+        All pairs of a batch have the same question, so no prompt needs padding and the pairs do not affect each other's
+        captions.
         """
-        own_pairs = pairs if self.needs_equal_forwards else pairs[self.rank :: self.ranks]
-        by_question: dict[str, list[int]] = {}
-        for row in own_pairs:
-            by_question.setdefault(self.samples.value("question", row), []).append(row)
+        own_rows = first_rows if self.needs_equal_forwards else first_rows[self.rank :: self.ranks]
+        rows_by_question: dict[str, list[int]] = {}
+        for row in own_rows:
+            question = self.samples.value("question", row)
+            rows_by_question.setdefault(question, []).append(row)
         model.eval()
-        captioner = Captioner(unwrapped(model.module), self.processor, self.family, MAX_NEW_TOKENS)
+        captioner = Captioner(unwrap_model(model.module), self.processor, self.family, MAX_NEW_TOKENS)
         captions: dict[int, str] = {}
-        for question, rows in by_question.items():
+        for question, rows in rows_by_question.items():
             for start in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[start : start + CAPTION_BATCH]
                 files = [self.samples.images(row) for row in batch]
@@ -153,7 +158,10 @@ class Validation:
             return captions
         captions_by_rank: list[Any] = [None] * self.ranks
         dist.all_gather_object(captions_by_rank, captions)
-        return {row: caption for rank_captions in captions_by_rank for row, caption in rank_captions.items()}
+        all_captions: dict[int, str] = {}
+        for rank_captions in captions_by_rank:
+            all_captions |= rank_captions
+        return all_captions
 
 
 def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> float:
@@ -168,11 +176,14 @@ def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> fl
     """
     from pycocoevalcap.cider.cider import Cider
 
-    def words(text: str) -> str:
+    def tokenize(text: str) -> str:
         # in a script without spaces between words, a whole caption would be a single token
         return " ".join(re.findall(r"\w+", spaced(text.lower())))
 
-    gold = {number: [words(text) for text in texts] for number, texts in enumerate(references)}
-    candidates = {number: [words(text)] for number, text in enumerate(predictions)}
-    score, _ = Cider().compute_score(gold, candidates)
+    references_by_pair = {}
+    predictions_by_pair = {}
+    for number, (texts, prediction) in enumerate(zip(references, predictions, strict=True)):
+        references_by_pair[number] = [tokenize(text) for text in texts]
+        predictions_by_pair[number] = [tokenize(prediction)]
+    score, _ = Cider().compute_score(references_by_pair, predictions_by_pair)
     return float(score)

@@ -50,7 +50,7 @@ def judge_learning(end: TrainingEnd, mixture: Path, tokenizer: Path, caption_val
         tokenizer: tokenizer.json of the base. If the file does not exist, the loss cannot be judged.
         caption_val_pairs: maximum number of captioned pairs per dataset.
     """
-    if end.val_cider is not None and captions_can_tell(mixture / "val", caption_val_pairs):
+    if end.val_cider is not None and can_judge_captions(mixture / "val", caption_val_pairs):
         if end.val_cider >= NO_CIDER:
             return None
         evidence = Fault("train.captions_share_nothing", value=end.val_cider)
@@ -72,7 +72,7 @@ def _remedies(end: TrainingEnd) -> Iterator[Fault]:
     yield Fault("train.try_higher_rates", field=f"models.{end.model}.rates")
 
 
-def captions_can_tell(folder: Path, caption_val_pairs: int) -> bool:
+def can_judge_captions(folder: Path, caption_val_pairs: int) -> bool:
     """Return whether the CIDEr of the validation captions shows what the model has learned.
 
     Returns False if too few pairs were captioned. Also returns False if all references are the same, because CIDEr is
@@ -81,8 +81,9 @@ def captions_can_tell(folder: Path, caption_val_pairs: int) -> bool:
     samples = read_split(folder, ["dataset", "pair", "reference"])
     if samples is None or samples["reference"].n_unique() < 2:
         return False
-    pairs = samples.group_by("dataset").agg(pl.col("pair").n_unique())["pair"]
-    return sum(min(count, caption_val_pairs) for count in pairs) >= MIN_CAPTIONED_PAIRS
+    pairs_per_dataset = samples.group_by("dataset").agg(pl.col("pair").n_unique())["pair"]
+    captioned_pairs = sum(min(pairs, caption_val_pairs) for pairs in pairs_per_dataset)
+    return captioned_pairs >= MIN_CAPTIONED_PAIRS
 
 
 def entropy_of_tokens(folder: Path, tokenizer: Path) -> float | None:
@@ -95,15 +96,15 @@ def entropy_of_tokens(folder: Path, tokenizer: Path) -> float | None:
         return None
     encoder = Tokenizer.from_file(str(tokenizer))
     texts = samples["reference"].value_counts().sort("reference")
-    counted_texts = texts.gather_every(math.ceil(texts.height / COUNTED_REFERENCES))
+    sampled_texts = texts.gather_every(math.ceil(texts.height / COUNTED_REFERENCES))
     token_counts: Counter[int] = Counter()
-    ends = 0
-    for text, occurrences in counted_texts.iter_rows():
-        ends += occurrences
+    end_tokens = 0
+    for text, occurrences in sampled_texts.iter_rows():
+        end_tokens += occurrences
         for token in encoder.encode(text, add_special_tokens=False).ids:
             token_counts[token] += occurrences
-    total = token_counts.total() + ends
-    shares = [count / total for count in (*token_counts.values(), ends)]
+    total = token_counts.total() + end_tokens
+    shares = [count / total for count in (*token_counts.values(), end_tokens)]
     return -sum(share * math.log(share) for share in shares)
 
 

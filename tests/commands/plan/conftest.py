@@ -110,7 +110,7 @@ TOY = ToyFamily(
     settings=ToySettings,
     parts={"vision": ("vision",), "projector": ("projector.",), "llm": ("llm.",)},
     lora_targets={"llm": r"llm\.up"},
-    frozen=("vision_norm.",),
+    unused_parameters=("vision_norm.",),
     classes=None,
     faults=lambda settings, base: [],
 )

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from m3diff.commands.plan.memory import LOGITS, RECOMPUTED_LAYER, OnShapes, count_activations, recomputed_layers
 from m3diff.models import FAMILIES
-from m3diff.models.fused import fused_attention
-from m3diff.models.tuning import meta_model, prepare
+from m3diff.models.fused import require_fused_attention
+from m3diff.models.tuning import meta_model, prepare_for_training
 from tests import tiny_blip2
 from tests.tiny import MDP, tiny_config, tiny_settings
 
@@ -39,7 +39,7 @@ def real_step(case: tuple[Any, ...], way: str, precision: str) -> tuple[nn.Modul
     family, config, settings, places = case
     torch.manual_seed(0)
     model = family.build(config)
-    prepare(model, family, settings)
+    prepare_for_training(model, family, settings)
     model = model.to(torch.bfloat16 if precision == "bf16" else torch.float32).train()
     family.fuse(model, way)
     ids = torch.full((1, TOKENS), 9)
@@ -59,7 +59,7 @@ def counted(case: tuple[Any, ...], way: str, precision: str = "bf16", **settings
 @pytest.mark.parametrize(("case", "way"), CASES, ids=[*WAYS, "opt", "qwen2 selective"])
 def test_what_is_counted_on_shapes_is_what_a_real_forward_pass_leaves_allocated(case, way, precision):
     model, inputs = real_step(case, way, precision)
-    with NormInOneKernel(), fused_attention():
+    with NormInOneKernel(), require_fused_attention():
         model(**inputs)  # what is made once and cached
         gc.collect()  # what another test left would be freed within
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

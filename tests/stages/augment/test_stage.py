@@ -295,7 +295,7 @@ def test_cached_edits_are_identified_by_settings_weights_and_code(tmp_path, monk
     assert first.startswith("instruct_pix2pix-")
     assert first == key(tmp_path / "two") == key(tmp_path / "one", sha256=identity)
     assert len({first, key(tmp_path / "one", steps=3), key(tmp_path / "one", content="others")}) == 3
-    real = code.digests
+    real = code.digest_code
     for changed, anew in {
         "stages/augment/weights.py": True,
         "images/open.py": True,
@@ -304,7 +304,7 @@ def test_cached_edits_are_identified_by_settings_weights_and_code(tmp_path, monk
     }.items():
         assert (code.ROOT / "components" / changed).is_file()
         other = {f"components/{changed}": "other"}
-        monkeypatch.setattr(code, "digests", lambda *of: {n: other.get(n, old) for n, old in real(*of).items()})  # noqa: B023
+        monkeypatch.setattr(code, "digest_code", lambda *of: {n: other.get(n, old) for n, old in real(*of).items()})  # noqa: B023
         assert (key(tmp_path / "one") != first) == anew
 
 

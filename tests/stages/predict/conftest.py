@@ -1,4 +1,4 @@
-"""Five test pairs, a tiny checkpoint, and the run that nothing disturbs; one thread."""
+"""Fixtures: five test pairs, a tiny checkpoint, and an undisturbed run with one thread."""
 
 import hashlib
 from pathlib import Path
@@ -21,7 +21,7 @@ ORDER = [4, 0, 3, 1, 2]  # the mixture's, which is not that of their names
 
 
 def write_test_split(folder: Path, numbers: list[int] = ORDER) -> Path:
-    """A mixture of five test pairs with one to three samples each, in two files."""
+    """Write a mixture of five test pairs with one to three samples each, in two files."""
     (folder / "test").mkdir(parents=True)
     rows = []
     for number in numbers:
@@ -41,7 +41,7 @@ def settings(**changes: int) -> Predict:
 
 
 def compute(out: Path, **changes: Any) -> Compute:
-    """The section compute, with the scratch beside the outputs."""
+    """Return the section compute, with the scratch folder next to the outputs."""
     return Compute(**{**COMPUTE, "scratch": out.parent / f"{out.name}_runs", **changes})
 
 
@@ -69,15 +69,15 @@ class Killed(BaseException):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Calls of the model with their pairs and whether maps are asked for, and after how many it is killed."""
-    told: dict[str, Any] = {"calls": [], "end": None}
+    """Record the number of pairs and the use of saliency in each call of the model, and kill it after `end` calls."""
+    calls_and_end: dict[str, Any] = {"calls": [], "end": None}
     original = Captioner.answer
 
     def answer(self: Captioner, images: list, question: str, saliency: bool) -> Any:
-        if len(told["calls"]) == told["end"]:
+        if len(calls_and_end["calls"]) == calls_and_end["end"]:
             raise Killed
-        told["calls"].append((len(images) // 2, saliency))
+        calls_and_end["calls"].append((len(images) // 2, saliency))
         return original(self, images, question, saliency)
 
     monkeypatch.setattr(Captioner, "answer", answer)
-    return told
+    return calls_and_end

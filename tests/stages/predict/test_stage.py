@@ -1,4 +1,4 @@
-"""predict on a tiny checkpoint: its outputs, their order, the controls, and how a killed run is continued."""
+"""predict on a tiny checkpoint: outputs, their order, controls, and resuming a killed run."""
 
 import json
 import shutil
@@ -24,9 +24,9 @@ from m3diff.stages.predict.stage import (
     PairSample,
     Prediction,
     PredictReport,
-    control_pairs,
     predict,
     run_key,
+    sample_control_pairs,
 )
 from tests.errors import raises
 from tests.stages.predict.conftest import ORDER, QUESTIONS, Killed, compute, settings, write_test_split
@@ -49,7 +49,7 @@ def rows_of(out: Path, name: str = "predictions") -> list[dict[str, str]]:
     return json.loads((out / f"{name}.json").read_text())
 
 
-def one_by_one(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[dict[str, str]]:
+def caption_alone(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[dict[str, str]]:
     """Return the captions of the pairs, each captioned alone."""
     rows = []
     for number in numbers:
@@ -61,7 +61,7 @@ def one_by_one(captioner: Captioner, mixture: Path, numbers: list[int]) -> list[
 
 def test_predictions_are_the_captions_in_the_mixture_s_order(written, captioner, mixture):
     rows = rows_of(written[0])
-    assert rows == one_by_one(captioner, mixture, ORDER)
+    assert rows == caption_alone(captioner, mixture, ORDER)
     assert len({row["caption"] for row in rows}) > 1, "captions that are all alike would hide a wrong order"
 
 
@@ -79,7 +79,7 @@ def test_the_outputs_are_three_sets_of_captions_maps_and_a_report(written):
 
 @pytest.fixture
 def caption_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a caption name the images and the question, so that no two pairs can be mistaken for each other."""
+    """Make captions name the images and the question, so that each pair has a distinct caption."""
 
     def answer(_: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], None]:
         sums = [str(image.astype(int).sum()) for image in images]
@@ -104,8 +104,8 @@ def test_each_set_shows_its_images_with_the_pair_s_question(name, mixture, model
     sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
     assert len(set(sums.values())) == 10
     assert rows_of(tmp_path, name) == [
-        {"image_id": f"toy/{n}", "caption": f"größer {sums[first]} {sums[second]} {QUESTIONS[n % 2]}"}
-        for n, (first, second) in zip(ORDER, SHOWN_IMAGES[name], strict=True)
+        {"image_id": f"toy/{n}", "caption": f"größer {sums[before]} {sums[after]} {QUESTIONS[n % 2]}"}
+        for n, (before, after) in zip(ORDER, SHOWN_IMAGES[name], strict=True)
     ]
 
 
@@ -153,7 +153,7 @@ def test_the_batch_size_changes_nothing(written, mixture, model, tmp_path, count
 def test_a_limit_takes_the_first_pairs_and_max_new_tokens_their_first_tokens(written, mixture, model, tmp_path):
     report = run(settings(limit=2, max_new_tokens=1), mixture, model, tmp_path)
     limited = load_captioner(model / "checkpoint", max_new_tokens=1)
-    assert rows_of(tmp_path) == one_by_one(limited, mixture, ORDER[:2]) != rows_of(written[0])[:2]
+    assert rows_of(tmp_path) == caption_alone(limited, mixture, ORDER[:2]) != rows_of(written[0])[:2]
     assert report.rows_in == report.rows_out == len(np.load(tmp_path / "saliency.npz")["ids"]) == 2
 
 
@@ -198,7 +198,7 @@ SAMPLES = pytest.mark.parametrize(("count", "total"), [(2, 2), (3, 3), (4, 4), (
 
 @SAMPLES
 def test_a_control_is_a_sample_of_the_pairs_in_their_order(count, total):
-    shuffled, _ = control_pairs(make_pairs(total), count)
+    shuffled, _ = sample_control_pairs(make_pairs(total), count)
     numbers = [int(pair.id) for pair in shuffled]
     assert len(numbers) == min(count, total)
     assert numbers == sorted(set(numbers))
@@ -207,7 +207,7 @@ def test_a_control_is_a_sample_of_the_pairs_in_their_order(count, total):
 @SAMPLES
 def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
     pairs = make_pairs(total)
-    shuffled, _ = control_pairs(pairs, count)
+    shuffled, _ = sample_control_pairs(pairs, count)
     expected = []
     for pair in shuffled:
         number = int(pair.id)
@@ -218,7 +218,7 @@ def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
 
 @SAMPLES
 def test_the_reversed_control_has_the_same_pairs_swapped(count, total):
-    shuffled, swapped = control_pairs(make_pairs(total), count)
+    shuffled, swapped = sample_control_pairs(make_pairs(total), count)
     numbers = [int(pair.id) for pair in shuffled]
     assert swapped == [(str(n), f"a{n}", f"b{n}", b"a%d" % n, b"b%d" % n, f"q{n}") for n in numbers]
 
@@ -226,25 +226,25 @@ def test_the_reversed_control_has_the_same_pairs_swapped(count, total):
 @SAMPLES
 def test_a_smaller_control_is_a_part_of_a_larger_one(count, total):
     pairs = make_pairs(total)
-    smaller, _ = control_pairs(pairs, count)
-    larger, _ = control_pairs(pairs, count + 1)
+    smaller, _ = sample_control_pairs(pairs, count)
+    larger, _ = sample_control_pairs(pairs, count + 1)
     assert {pair.id for pair in smaller} <= {pair.id for pair in larger}
 
 
 def test_the_controls_are_sampled_from_all_pairs():
-    numbers = [int(pair.id) for pair in control_pairs(make_pairs(1000), 100)[0]]
+    numbers = [int(pair.id) for pair in sample_control_pairs(make_pairs(1000), 100)[0]]
     assert 300 < np.mean(numbers) < 700
     assert max(numbers) > 900
 
 
 def test_the_controls_are_the_same_each_time():
-    assert control_pairs(make_pairs(1000), 100) == control_pairs(make_pairs(1000), 100)
+    assert sample_control_pairs(make_pairs(1000), 100) == sample_control_pairs(make_pairs(1000), 100)
 
 
 @pytest.mark.fault("04")
 @pytest.mark.parametrize(("done", "torn"), [(0, 0), (8, 0), (3, 5)])
 def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, written, counted, tmp_path, capsys):
-    """Also with other workers, and with a torn last line: the batch of its two pairs is then captioned again."""
+    """The second run has other workers. If the last line is torn, its batch of two pairs is captioned again."""
     out = tmp_path / "out"
     counted["end"] = done
     with pytest.raises(Killed):
@@ -256,8 +256,9 @@ def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, writt
     predict(settings(), compute(out, workers=2, cpus_per_worker=2), mixture, model, out)
     assert [size for size, _ in counted["calls"]] == ([2, 1, 2, 2, 1, 2, 2, 1, 2] if not torn else
                                                       [2, 1, 2, 2, 2, 1, 2, 2, 1, 2])  # fmt: skip
-    kept = {0: 0, 3: 4, 8: 13}[done]
-    assert (f"resumed; {kept} captions of an earlier run are kept" in capsys.readouterr().out) == (kept > 0)
+    captions_so_far = {0: 0, 3: 4, 8: 13}[done]
+    is_resumed = f"resumed; {captions_so_far} captions of an earlier run are kept" in capsys.readouterr().out
+    assert is_resumed == (captions_so_far > 0)
     for name in (*(f"{name}.json" for name in SETS), "saliency.npz", "report.json"):
         assert (out / name).read_bytes() == (written[0] / name).read_bytes(), name
     assert list(journal.parent.iterdir()) == [], "nothing is kept of a run that ended"
@@ -265,7 +266,7 @@ def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, writt
 
 @pytest.fixture
 def copied(mixture: Path, model: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A mixture and a checkpoint in other folders, to be changed."""
+    """Return copies of a mixture and a checkpoint that a test may change."""
     shutil.copytree(mixture, tmp_path / "mixture")
     shutil.copytree(model, tmp_path / "model")
     return tmp_path / "mixture", tmp_path / "model" / "checkpoint"
@@ -300,7 +301,7 @@ def test_other_weights_are_another_run(copied, key):
 
 
 def test_other_code_is_another_run(copied, key, monkeypatch):
-    monkeypatch.setattr(code, "digests", lambda module, named: {module.name: "another meaning"})
+    monkeypatch.setattr(code, "digest_code", lambda module, names: {module.name: "another meaning"})
     assert run_key(settings(), *copied) != key
 
 
@@ -321,7 +322,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def comparable(predictions: dict) -> dict:
-    """Return predictions with their maps as lists, which `==` compares."""
+    """Return predictions with their maps as lists, so that `==` can compare them."""
     return {
         key: (caption, None if saliency is None else saliency.tolist())
         for key, (caption, saliency) in predictions.items()

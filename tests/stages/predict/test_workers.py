@@ -1,4 +1,4 @@
-"""Captions in this process or in Ray workers: the checkpoint's precision, fused modules, workers that die."""
+"""Captioning in this process and in Ray workers: precision, fused modules, and workers that die."""
 
 import json
 import os
@@ -29,12 +29,12 @@ from m3diff.stages.predict.stage import (
     CaptionJob,
     Prediction,
     WorkersDiedError,
-    batches,
     caption_batches,
     caption_on_ray,
     predict,
     prepare_images,
     read_test_pairs,
+    split_into_batches,
 )
 from tests.errors import raises
 from tests.stages.predict.conftest import ORDER, compute, settings, write_test_split
@@ -46,7 +46,9 @@ def checkpoint(model: Path) -> Path:
 
 
 def in_batches(mixture: Path, size: int = 1) -> list[Batch]:
-    return [Batch(10 + n, pairs, n % 2 == 0) for n, pairs in enumerate(batches(read_test_pairs(mixture), size))]
+    return [
+        Batch(10 + n, pairs, n % 2 == 0) for n, pairs in enumerate(split_into_batches(read_test_pairs(mixture), size))
+    ]
 
 
 def job(checkpoint: Path, **changes: Any) -> CaptionJob:
@@ -54,7 +56,7 @@ def job(checkpoint: Path, **changes: Any) -> CaptionJob:
 
 
 class Processor:
-    """Prepares nothing, and counts the images that it is given."""
+    """A processor that only counts the images."""
 
     def __init__(self) -> None:
         self.prepared = 0
@@ -113,8 +115,8 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
     ]
     assert {FusedRMSNorm, FusedDecoderLayer} <= kinds[0]
     assert not {FusedRMSNorm, FusedDecoderLayer} & kinds[1]
-    asked = in_batches(mixture, size=2)
-    for batch, (number, predictions) in zip(asked, caption_batches(job(checkpoint), asked), strict=True):
+    batches = in_batches(mixture, size=2)
+    for batch, (number, predictions) in zip(batches, caption_batches(job(checkpoint), batches), strict=True):
         files = [file for pair in batch.pairs for file in (pair.before, pair.after)]
         images = [stock.processor.prepare_image(load_image(file)) for file in files]
         captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
@@ -138,7 +140,7 @@ def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
 
 @pytest.mark.slow(65)
 def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path, monkeypatch, capsys):
-    """To the same answers as those of one process."""
+    """The captions are those of a single process."""
 
     class Mortal(stage.CaptionWorker):
         def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
@@ -148,23 +150,23 @@ def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path,
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield from super().caption([batch])
 
-    asked = in_batches(mixture)
-    want = dict(caption_batches(job(checkpoint), asked))
+    all_batches = in_batches(mixture)
+    expected = dict(caption_batches(job(checkpoint), all_batches))
     monkeypatch.setattr(stage, "CaptionWorker", Mortal)
-    got = list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), asked))
-    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
-    for number, (answer,) in got:
-        assert answer.caption == want[number][0].caption
-        np.testing.assert_array_equal(answer.saliency, want[number][0].saliency)
+    actual = list(caption_on_ray(job(checkpoint, workers=2, max_failures=1), all_batches))
+    assert sorted(number for number, _ in actual) == sorted(expected), "each batch once"
+    for number, (answer,) in actual:
+        assert answer.caption == expected[number][0].caption
+        np.testing.assert_array_equal(answer.saliency, expected[number][0].saliency)
     assert len(list(tmp_path.iterdir())) == 1, "one has died"
-    said = capsys.readouterr().out
-    assert "predict: a worker died (" in said
-    assert "unanswered batches go to new workers (failure 1 of 1 " in said
+    output = capsys.readouterr().out
+    assert "predict: a worker died (" in output
+    assert " batches (failure 1 of 1 " in output
     assert not ray.is_initialized()
 
 
 class FakeRay:
-    """Replaces Ray. It records requests, and its workers answer at once.
+    """A replacement for Ray that records requests. Its workers answer at once.
 
     Attributes:
         options: resources and environment that an actor was created with.
@@ -275,7 +277,7 @@ def test_ray_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(stage, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(stage, "_caption_by_new_workers", lambda *_: iter([1 / 0] if ended else []))
+    monkeypatch.setattr(stage, "_caption_with_new_workers", lambda *_: iter([1 / 0] if ended else []))
     with pytest.raises(ZeroDivisionError):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]

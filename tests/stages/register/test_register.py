@@ -29,7 +29,7 @@ from PIL import Image
 
 from m3diff.__main__ import main
 from m3diff.models import generation
-from m3diff.provenance.code import digests
+from m3diff.provenance.code import digest_code
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.records.errors import DataError, Fault, ValueFault
 from m3diff.registry import lineage, tracking, versions
@@ -352,7 +352,7 @@ def test_the_loser_of_a_race_removes_its_version_model_and_run(open_registry, mo
 def test_a_version_brings_every_file_that_its_model_can_import():
     components = toy.REPOSITORY / "components"
     models = [f"m3diff.models.{path.stem}" for path in (components / "models").glob("*.py") if path.stem != "__init__"]
-    imported = digests(components / "stages" / "register" / "pyfunc.py", models)
+    imported = digest_code(components / "stages" / "register" / "pyfunc.py", models)
     files = {name.removeprefix("components/") for name in imported}
     shared = {name for name in files if not name.startswith("models/")} - {"stages/register/pyfunc.py"}
     assert shared | {"records/messages.toml"} == set(stage.SHARED_CODE)
@@ -615,7 +615,7 @@ def test_what_differs_from_dvc_lock_or_was_never_there_has_no_lineage(project):
     refused = lineage_with_change("params.yaml", yaml.safe_dump(params, sort_keys=False))
     assert refused == Fault("dvc.not_recorded", path=Path("data/01_raw/real"), entry="ingest@real deps")
     with raises(DataError, "dvc.not_in_lock", path=Path("nowhere")):
-        Lock().current(Path("nowhere"))
+        Lock().verified_hash(Path("nowhere"))
 
 
 def test_adapters_are_found_only_if_versions_keep_adapters(tmp_path):
@@ -681,9 +681,9 @@ def test_parameters_and_hashes_are_those_of_the_last_run_in_dvc_lock(tmp_path):
     (tmp_path / "dvc.lock").write_text(yaml.safe_dump({"stages": stages}))
     lock = Lock(tmp_path / "dvc.lock")
     assert lock.params(["here"]) == present_section | train_section
-    before = lock.current(tmp_path / "code")
+    before = lock.verified_hash(tmp_path / "code")
     free.write_text("changed")
-    assert lock.current(tmp_path / "code") == dvc_hash(tmp_path / "code") != before
+    assert lock.verified_hash(tmp_path / "code") == dvc_hash(tmp_path / "code") != before
     watched.write_text("changed")
     with raises(DataError, "dvc.differs_from_lock", path=watched, entry="predict deps"):
-        lock.current(tmp_path / "code")
+        lock.verified_hash(tmp_path / "code")

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine alone: `ray start` of a head and of nodes, each with a loopback address (Linux)."""
+"""A Ray cluster on this machine: `ray start` runs a head and nodes, each with a loopback address (Linux)."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ STORE_BYTES = 80_000_000  # the least that Ray takes is 75 MB
 
 
 class Cluster:
-    """A running cluster. Its nodes are known by their numbers, from 3 on: the last part of their addresses."""
+    """A running cluster. Nodes have numbers from 3 on, which are the last part of their addresses."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -39,16 +39,16 @@ class Cluster:
 
     @property
     def of_a_driver(self) -> dict[str, str]:
-        """The environment of what connects to it."""
+        """Return the environment of a process that connects to the cluster."""
         return self.environment | {"RAY_ADDRESS": self.address}
 
     def add(self, number: int, cpus: int = 1) -> None:
-        """A node joins."""
+        """Add a node."""
         arguments = ["--address", self.address, "--node-ip-address", f"127.0.0.{number}"]
         self._start(number, [*arguments, "--num-cpus", str(cpus)])
 
     def _start(self, number: int, arguments: list[str]) -> None:
-        """Start a node; again where it ends, as its supervisor would: Ray gives it 30 s, on cores that may be busy."""
+        """Start a node. Try again if it ends, because Ray gives it only 30 s, and the cores may be busy."""
         log = self.folder / f"node-{number}.log"
         deadline = time.monotonic() + PATIENCE_S
         while "Ray runtime started" not in (log.read_text() if log.exists() else ""):
@@ -66,7 +66,7 @@ class Cluster:
             )
 
     def kill(self, number: int) -> None:
-        """A node is gone, with everything on it, as when its power fails."""
+        """Kill a node and all its processes, like a power failure."""
         node = self.nodes.pop(number)
         family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
         for process in family:
@@ -75,13 +75,13 @@ class Cluster:
         psutil.wait_procs(family, timeout=20)
 
     def cut_off(self, number: int) -> None:
-        """The others do not hear of a node any more, while what trains there lives on."""
+        """Cut a node off from the others, while its workers keep running."""
         for process in psutil.Process(self.nodes[number].pid).children(recursive=True):
             if process.name() == "raylet":
                 process.suspend()
 
     def workers(self) -> dict[int, list[psutil.Process]]:
-        """The processes that train, by node."""
+        """Return the training processes by node."""
         by_node: dict[int, list[psutil.Process]] = {}
         for number, node in self.nodes.items():
             for process in psutil.Process(node.pid).children(recursive=True):
@@ -93,7 +93,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    """A cluster with its head alone; within, nodes join and die."""
+    """Start a cluster that has only a head. In the block, nodes can be added and killed."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # a socket's path has at most 107 characters
         new_cluster = Cluster(Path(folder))
         try:

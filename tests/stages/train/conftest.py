@@ -1,4 +1,4 @@
-"""The mixture and the base for every test of training, and `torch.distributed` of a single worker."""
+"""Fixtures for training: the mixture, the base, and a process group with a single worker."""
 
 import gc
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of this process."""
+    """Set up a process group with this process as the only worker."""
     gc.freeze()  # what is there before costs the collection below seconds
     with single_worker_group(False):
         yield

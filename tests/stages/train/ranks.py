@@ -1,4 +1,4 @@
-"""The two processes of a run, forked from one that has imported what trains: their imports take longer than a run."""
+"""Run two workers in processes forked from a process with all imports, because imports take longer than a run."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from m3diff.stages.train import loop  # noqa: E402, F401  # for the processes th
 
 
 class Printed:
-    """The files to which this process prints, for a process that is forked from another."""
+    """The output files of this process, for a worker that is forked from another process."""
 
     def __init__(self, *files: Any) -> None:
         self.files = files
@@ -23,23 +23,23 @@ class Printed:
         return Printed, tuple(reduction.DupFd(file) for file in (1, 2))
 
     def take(self) -> None:
-        for place, file in enumerate(self.files, 1):
-            os.dup2(file.detach(), place)
+        for number, file in enumerate(self.files, 1):
+            os.dup2(file.detach(), number)
 
 
-def begin(printed: Printed, work: Callable[..., None], *given: Any) -> None:
+def begin(printed: Printed, work: Callable[..., None], *arguments: Any) -> None:
     printed.take()
-    work(*given)
+    work(*arguments)
 
 
-def start(work: Callable[..., None], *given: Any) -> list[BaseProcess]:
-    """Start `work(rank, *given)` for the ranks 0 and 1, each in a process of its own."""
+def start(work: Callable[..., None], *arguments: Any) -> list[BaseProcess]:
+    """Start `work(rank, *arguments)` for the ranks 0 and 1, each in a separate process."""
     forking: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if forking._preload_modules != [__name__]:
         forking._stop()  # another test's, which has imported none of it
         forkserver.set_forkserver_preload([__name__])
     context = multiprocessing.get_context("forkserver")
-    workers = [context.Process(target=begin, args=(Printed(), work, rank, *given)) for rank in range(2)]
+    workers = [context.Process(target=begin, args=(Printed(), work, rank, *arguments)) for rank in range(2)]
     for worker in workers:
         worker.start()
     return list(workers)

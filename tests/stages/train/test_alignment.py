@@ -1,4 +1,4 @@
-"""Two phases: an alignment on datasets of its own, and the fine-tuning that begins with its weights."""
+"""Runs with two phases: an alignment on some datasets, and the fine-tuning that starts from its weights."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Retries after a failure, how often and with what; an attempt that is asked to end, or is superseded."""
+"""Retries after failures, out-of-memory errors, SIGTERM, and superseded attempts."""
 
 import os
 import signal
@@ -37,13 +37,13 @@ OUT_OF_MEMORY = (
 
 
 def on_ray(*raised: BaseException) -> Exception:
-    """The error that `trainer.fit()` raises where workers raised these."""
+    """Return the error that `trainer.fit()` raises if workers raise these errors."""
     wrapped = {rank: exceptions.UserExceptionWithTraceback(error, "a traceback") for rank, error in enumerate(raised)}
     return ray.train.WorkerGroupError("a worker failed", wrapped)  # type: ignore[arg-type]
 
 
 class Attempts:
-    """A run whose attempts meet what they are given, and after these end well. `jobs` of all of them."""
+    """A run whose first attempts raise `faults`. The next attempt succeeds. `jobs` has the job of each."""
 
     def __init__(self, *faults: Exception) -> None:
         self.faults = list(faults)
@@ -65,19 +65,21 @@ def work(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
 def test_an_error_that_may_not_recur_is_followed_by_another_attempt(work, capfd):
     first_job = work(max_failures=2)
     tried = Attempts(OSError("the network is gone\nfor now"), on_ray(ray.exceptions.WorkerCrashedError()))
-    assert stage.with_retries(tried, first_job) == {"steps": 6}
+    assert stage.run_with_retries(tried, first_job) == {"steps": 6}
     assert tried.jobs == [replace(first_job, attempt=number) for number in (1, 2, 3)]
-    first, second = capfd.readouterr().out.splitlines()
-    assert first.startswith("train: OSError: the network is gone; goes on from the newest checkpoint (failure 1 of 2 ")
-    assert second.startswith("train: WorkerCrashedError: ")
-    assert "(failure 2 of 2 that compute.max_failures allows)" in second
+    first_line, second_line = capfd.readouterr().out.splitlines()
+    assert first_line.startswith(
+        "train: OSError: the network is gone; continues from the newest checkpoint (failure 1 of 2 "
+    )
+    assert second_line.startswith("train: WorkerCrashedError: ")
+    assert "(failure 2 of 2 that compute.max_failures allows)" in second_line
 
 
 @pytest.mark.parametrize("max_failures", [0, 2])
 def test_there_are_as_many_attempts_as_max_failures_allows(max_failures, work):
     tried = Attempts(*(OSError(f"attempt {number}") for number in range(max_failures + 2)))
     with pytest.raises(OSError, match=f"attempt {max_failures}"):
-        stage.with_retries(tried, work(max_failures=max_failures))
+        stage.run_with_retries(tried, work(max_failures=max_failures))
     assert len(tried.jobs) == max_failures + 1
 
 
@@ -90,7 +92,7 @@ FINAL = (DataError("images.video", path="a.png"), ParamsError("train.best_withou
 def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(wrap, fault, work, capfd):
     tried = Attempts(wrap(fault))
     with pytest.raises(ParamsError if fault is GRAPHS else type(fault)) as met:
-        stage.with_retries(tried, work())
+        stage.run_with_retries(tried, work())
     assert met.value is fault or met.value.code == "train.graph_for_each_length"
     assert len(tried.jobs) == 1
     assert capfd.readouterr().out == ""
@@ -100,13 +102,16 @@ def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(wrap, faul
 @pytest.mark.parametrize("wrap", [lambda error: error, lambda error: on_ray(OSError("reset by peer"), error)])
 def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(wrap, fault, work, capfd):
     tried = Attempts(wrap(fault), wrap(fault))
-    assert stage.with_retries(tried, work(max_failures=0, micro_batch=4)) == {"steps": 6}
+    assert stage.run_with_retries(tried, work(max_failures=0, micro_batch=4)) == {"steps": 6}
     assert [reference.compute for reference in tried.jobs] == [
         work(max_failures=0, micro_batch=n).compute for n in (4, 2, 1)
     ]
-    first, _ = capfd.readouterr().out.splitlines()
-    assert "out of memory with 4 sequences a micro-batch; goes on from the newest checkpoint with 2" in first
-    assert "the same 4 a step (compute.micro_batch: 2 starts so)" in first
+    first_line, _ = capfd.readouterr().out.splitlines()
+    assert (
+        "out of memory with micro-batches of 4; continues from the newest checkpoint with micro-batches" in first_line
+    )
+    assert "the same global batch of 4" in first_line
+    assert "set compute.micro_batch to 2" in first_line
 
 
 @pytest.mark.fault("12")
@@ -114,7 +119,7 @@ def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(work):
     first_job = work(micro_batch=1, zero_stage=1, activation_checkpointing="selective", max_captions_per_sequence=5)
     fields = {"zero_stage": 1, "activation_checkpointing": "selective", "max_captions_per_sequence": 5}
     with raises(ParamsError, "train.out_of_memory", **fields):
-        stage.with_retries(Attempts(OUT_OF_MEMORY[0]), first_job)
+        stage.run_with_retries(Attempts(OUT_OF_MEMORY[0]), first_job)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +147,15 @@ def test_the_smaller_micro_batch_divides_what_a_worker_has_of_a_step(micro, work
     "error", [exceptions.WorkerGroupStartupTimeoutError(2), exceptions.WorkerGroupStartupFailedError("gone")]
 )
 def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(error, wrap, work, monkeypatch):
-    """On a cluster a node may have died, and another takes its place."""
+    """On a cluster, a node may have died and be replaced, so the run is retried."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     tried = Attempts(wrap(error))
     with raises(NoRoomError, "train.workers_do_not_start") as refused:
-        stage.with_retries(tried, work(max_failures=2))
+        stage.run_with_retries(tried, work(max_failures=2))
     assert refused.value.fields["logs"].endswith("session_latest/logs")
     assert len(tried.jobs) == 1
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert stage.with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
+    assert stage.run_with_retries(Attempts(wrap(error)), work(max_failures=2)) == {"steps": 6}
 
 
 def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(workspace, monkeypatch, capfd):
@@ -159,7 +164,7 @@ def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(
     def refuse(*_: Any) -> None:
         raise cause
 
-    monkeypatch.setattr("m3diff.stages.train.loop.prepare", refuse)
+    monkeypatch.setattr("m3diff.stages.train.loop.prepare_for_training", refuse)
     with raises(ParamsError, "train.base_does_not_fit", key="models.tiny", cause=cause.fault):
         workspace.run()
     assert "failure" not in capfd.readouterr().out
@@ -172,14 +177,14 @@ def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(wo
     sizes = []
     failed = []
 
-    def take_step(model: Any, *given: Any) -> Any:
+    def take_step(model: Any, *arguments: Any) -> Any:
         assert all(reference() is None for reference in failed), "the first attempt's model is still held"
         size = model.train_micro_batch_size_per_gpu()
         if size > 2 and len(sizes) == 3:
             failed.append(weakref.ref(model.module))
             raise torch.OutOfMemoryError("CUDA out of memory")
         sizes.append((size, model.gradient_accumulation_steps()))
-        return original(model, *given)
+        return original(model, *arguments)
 
     monkeypatch.setattr(engine, "take_step", take_step)
     capfd.readouterr()
@@ -187,7 +192,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(wo
     assert sizes == [(4, 1)] * 3 + [(2, 2)] * 4, "from the checkpoint after the second step"
     assert failed
     output = capfd.readouterr().out
-    assert "out of memory with 4 sequences a micro-batch" in output
+    assert "out of memory with micro-batches of 4" in output
     assert "resumed after step 2 of 6" in output
     assert actual.report.rows_out == expected.report.rows_out
     assert_same(actual.weights, expected.weights, atol=2e-5)
@@ -208,7 +213,7 @@ def undisturbed(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFact
 def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(
     module, name, call, workspace, undisturbed, capfd
 ):
-    """In a step, or while a checkpoint is written."""
+    """The signal arrives in a step or while a checkpoint is written."""
     run_recipe = workspace.recipe(export="best", caption_val_pairs=1)
     terminate_handler = signal.getsignal(signal.SIGTERM)
     alarm_handler = signal.getsignal(signal.SIGALRM)
@@ -259,15 +264,15 @@ def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(workspac
 
 
 def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next(tmp_path):
-    (tmp_path / job.STOP).touch()
+    (tmp_path / job.STOP_FILE).touch()
     with job.stop_on_sigterm(tmp_path, grace_s=10):
-        assert not (tmp_path / job.STOP).exists()
+        assert not (tmp_path / job.STOP_FILE).exists()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (tmp_path / job.STOP).exists()
+        assert (tmp_path / job.STOP_FILE).exists()
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 9.95, "a second signal gives no more time"
-    assert not (tmp_path / job.STOP).exists()
+    assert not (tmp_path / job.STOP_FILE).exists()
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
@@ -275,12 +280,12 @@ WAITS = """
 import sys, time
 from pathlib import Path
 from m3diff.stages.train import job
-from m3diff.stages.train.job import begin_attempt, ended_when_superseded
+from m3diff.stages.train.job import begin_attempt, end_when_superseded
 job.CHECK_INTERVAL_S = 0.2
 run_dir, how = Path(sys.argv[1]), sys.argv[2]
 begin_attempt(run_dir)
 try:
-    with ended_when_superseded(run_dir, 1):
+    with end_when_superseded(run_dir, 1):
         print("waits", flush=True)
         if how == "waits":
             time.sleep(600)
@@ -297,7 +302,7 @@ except RuntimeError:
     ("scenario", "supersede", "code", "last_line"),
     [
         ("waits", job.begin_attempt, 1, Message("train.superseded", attempt=1, newest=2)),
-        ("waits", lambda folder: (folder / job.GENERATION).unlink(), 1, Message("train.run_has_ended", attempt=1)),
+        ("waits", lambda folder: (folder / job.ATTEMPT_FILE).unlink(), 1, Message("train.run_has_ended", attempt=1)),
         ("superseded", None, 1, Message("train.superseded", attempt=1, newest=2)),
         ("", None, 0, "lives on"),
     ],

@@ -1,4 +1,4 @@
-"""Samples of a split; which reference trains when: once per epoch, by the seed, dealt to workers; with which images."""
+"""Samples of a split, the schedule of sequences, their distribution to workers, and image augmentation."""
 
 import math
 import threading
@@ -24,18 +24,23 @@ from tests.errors import raises
 
 def test_a_split_is_all_files_of_its_folder_in_their_order_of_any_writer(mixture, tmp_path):
     (tmp_path / "train").mkdir()
-    first = pq.read_table(mixture / "train")
-    val = pq.read_table(mixture / "val")
-    large = [pa.large_string() if pa.types.is_string(kind) else pa.large_binary() for kind in val.schema.types]
-    schema = pa.schema(list(zip(val.column_names, large, strict=True)))
-    pq.write_table(val.cast(schema), tmp_path / "train" / "00001.parquet")
-    pq.write_table(first, tmp_path / "train" / "00000.parquet", row_group_size=3)
-    held = read_samples(tmp_path / "train")
-    want = {name: first[name].to_pylist() + val[name].to_pylist() for name in SCHEMA}
-    assert held.table.to_dict(as_series=False) == want
-    assert held.images(1) == tuple((want[side][1], want[f"{side}_sha256"][1]) for side in ("before", "after"))
-    by_pair = [[row for row, other in enumerate(want["pair"]) if other == name] for name in dict.fromkeys(want["pair"])]
-    assert [rows.tolist() for rows in held.pairs()] == by_pair, "a pair may lie across two row groups"
+    train_table = pq.read_table(mixture / "train")
+    val_table = pq.read_table(mixture / "val")
+    large = [pa.large_string() if pa.types.is_string(kind) else pa.large_binary() for kind in val_table.schema.types]
+    schema = pa.schema(list(zip(val_table.column_names, large, strict=True)))
+    pq.write_table(val_table.cast(schema), tmp_path / "train" / "00001.parquet")
+    pq.write_table(train_table, tmp_path / "train" / "00000.parquet", row_group_size=3)
+    split_samples = read_samples(tmp_path / "train")
+    expected = {name: train_table[name].to_pylist() + val_table[name].to_pylist() for name in SCHEMA}
+    assert split_samples.table.to_dict(as_series=False) == expected
+    before = (expected["before"][1], expected["before_sha256"][1])
+    after = (expected["after"][1], expected["after_sha256"][1])
+    assert split_samples.images(1) == (before, after)
+    rows_by_pair: dict[str, list[int]] = {}
+    for row, pair in enumerate(expected["pair"]):
+        rows_by_pair.setdefault(pair, []).append(row)
+    pairs = [rows.tolist() for rows in split_samples.pairs()]
+    assert pairs == list(rows_by_pair.values()), "a pair may lie across two row groups"
 
 
 def test_samples_of_one_pair_that_are_no_neighbours_are_one_pair():
@@ -57,38 +62,38 @@ def test_a_mixture_without_a_validation_split_has_no_pair_of_it(tmp_path):
 
 def samples(pairs: int = 7) -> Samples:
     rows = [(f"p{pair}", k) for pair in range(pairs) for k in range(1 + pair % 4)]
-    other = [str(k) for _, k in rows]
-    return Samples(pl.DataFrame({name: [pair for pair, _ in rows] if name == "pair" else other for name in SCHEMA}))
+    values = [str(k) for _, k in rows]
+    return Samples(pl.DataFrame({name: [pair for pair, _ in rows] if name == "pair" else values for name in SCHEMA}))
 
 
-def schedule(held: Samples | None = None, **changes: int | float | None) -> Schedule:
-    given = {"max_captions": None, "seed": 1, "global_batch": 4, "micro_batch": 4, "epochs": 2, "ranks": 1} | changes
-    return Schedule(held or samples(), **given)  # type: ignore[arg-type]
+def schedule(split_samples: Samples | None = None, **changes: int | float | None) -> Schedule:
+    fields = {"max_captions": None, "seed": 1, "global_batch": 4, "micro_batch": 4, "epochs": 2, "ranks": 1} | changes
+    return Schedule(split_samples or samples(), **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("most", [None, 1, 3])
-def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair(most):
-    """Another order of random draws gives other weights from the same parameters."""
-    plan = schedule(samples(23), max_captions=most)
+@pytest.mark.parametrize("max_captions", [None, 1, 3])
+def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair(max_captions):
+    """A different order of random draws would change the weights of a run."""
+    plan = schedule(samples(23), max_captions=max_captions)
     names = plan.samples.table["pair"].to_list()
-    first, second = ([rows.tolist() for rows in plan.epoch(epoch)] for epoch in (0, 1))
-    assert first != second
-    for sequences in (first, second):
+    epoch_0, epoch_1 = ([rows.tolist() for rows in plan.epoch(epoch)] for epoch in (0, 1))
+    assert epoch_0 != epoch_1
+    for sequences in (epoch_0, epoch_1):
         assert sorted(row for rows in sequences for row in rows) == list(range(len(names)))
         assert all(len({names[row] for row in rows}) == 1 for rows in sequences)
-        assert max(len(rows) for rows in sequences) == (most or 4)
+        assert max(len(rows) for rows in sequences) == (max_captions or 4)
         assert plan.steps_per_epoch == math.ceil(len(sequences) / 4)
-    one = schedule(samples(4), max_captions=2, seed=7).epoch(1)
-    assert [rows.tolist() for rows in one] == [[9, 6], [8, 7], [5, 3], [0], [1, 2], [4]]
+    epoch_of_four_pairs = schedule(samples(4), max_captions=2, seed=7).epoch(1)
+    assert [rows.tolist() for rows in epoch_of_four_pairs] == [[9, 6], [8, 7], [5, 3], [0], [1, 2], [4]]
 
 
 def rows_of(plan: Schedule, step: int) -> Counter:
-    counted: Counter = Counter()
+    weights: Counter = Counter()
     for rank in range(plan.ranks):
         for micro_batch in plan.micro_batches(step, rank):
             for rows, weight in micro_batch:
-                counted.update({int(row): weight for row in rows})
-    return +counted
+                weights.update({int(row): weight for row in rows})
+    return +weights
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch": 1}, {"micro_batch": 2}, {"ranks": 2, "micro_batch": 2}])
@@ -111,16 +116,16 @@ def test_workers_take_the_sequences_of_a_step_by_turns():
 
 def test_the_last_step_of_an_epoch_is_filled_up_with_sequences_of_weight_zero():
     plan = schedule(ranks=2, micro_batch=1)
-    last = [plan.micro_batches(1, rank) for rank in range(2)]
-    assert sorted(weight for batches in last for batch in batches for _, weight in batch) == [0, 1, 1, 1]
-    assert len(last[0]) == len(last[1])
+    last_step = [plan.micro_batches(1, rank) for rank in range(2)]
+    assert sorted(weight for batches in last_step for batch in batches for _, weight in batch) == [0, 1, 1, 1]
+    assert len(last_step[0]) == len(last_step[1])
 
 
 def test_the_captions_of_so_many_steps_are_counted():
     plan = schedule(ranks=2, micro_batch=1)
-    each = [sum(rows_of(plan, step).values()) for step in range(4)]
-    assert len(set(each)) > 2, "steps alike would hide a wrong one"
-    assert [plan.captions(steps) for steps in range(5)] == [sum(each[:steps]) for steps in range(5)]
+    captions_by_step = [sum(rows_of(plan, step).values()) for step in range(4)]
+    assert len(set(captions_by_step)) > 2, "steps alike would hide a wrong one"
+    assert [plan.captions(steps) for steps in range(5)] == [sum(captions_by_step[:steps]) for steps in range(5)]
 
 
 @pytest.fixture
@@ -146,7 +151,7 @@ def test_a_micro_batch_has_its_images_by_turns_and_supervises_what_counts(loader
 
 
 def shifted(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The pair with one number added, so that a picture tells what was drawn for it."""
+    """Return the pair with a random number added, so that each image shows what was drawn for it."""
     return pair + rng.integers(1, 200, dtype=np.uint8)
 
 
@@ -185,20 +190,20 @@ def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
 
 
 def test_a_micro_batch_leaves_the_threads_as_kernel_and_gpu_take_it(loader, monkeypatch):
-    pinned: set[str] = set()
+    loading_threads: set[str] = set()
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.add(threading.current_thread().name.split("_")[0])
+        loading_threads.add(threading.current_thread().name.split("_")[0])
         return tensor
 
     plan = schedule(loader.samples, micro_batch=2, epochs=1)
     plain = next(loader.stream(plan, rank=0, first_step=0))[0]
     assert plain.layout is not None
-    assert not pinned
+    assert not loading_threads
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     fed = Loader(loader.samples, loader.processor, threads=2, device=Device(True, "fp32", "flex"))
     flex = next(fed.stream(plan, rank=0, first_step=0))[0]
     assert flex.layout is None
     assert flex.packed.tokens % FLEX_BLOCK == 0
-    assert pinned == {"load"}
+    assert loading_threads == {"load"}
     assert flex.packed.input_ids[:, : plain.packed.tokens].equal(plain.packed.input_ids)

@@ -1,4 +1,4 @@
-"""The training loop: neither a run's workers nor kills and resumes change its weights; its lines and curves."""
+"""The training loop: weights after resumes and with several workers, printed lines, and curves."""
 
 import json
 import math
@@ -55,7 +55,7 @@ NINE_STEPS = {"epochs": 3, "caption_val_pairs": 1, "caption_every_checkpoints": 
 
 @pytest.fixture(scope="module")
 def undisturbed(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """An undisturbed run of nine steps, the checkpoints' pairs captioned."""
+    """Return an undisturbed run of nine steps that captions pairs at its checkpoints."""
     return run(recipe(base, zero_stage=1, **NINE_STEPS), mixture, tmp_path_factory.mktemp("whole"))
 
 
@@ -65,7 +65,7 @@ def six_steps(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def warnings_of_steps(report: TrainReport) -> list[str]:
-    """The warnings without the one that so short a training has learned nothing."""
+    """Return the warnings, except that such a short training has learned nothing."""
     return [warning for warning in report.warnings if Message("train.nothing_learned") != warning]
 
 
@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(worksp
     "compute", [*COMPUTE_CHANGES, pytest.param({"zero_stage": 3}, marks=pytest.mark.slow)], ids=str
 )
 def test_how_a_run_is_computed_changes_nothing(compute, workspace, six_steps):
-    """A mean of means, the usual fault, differs by more than 1e-3 here because references differ in length."""
+    """Averaging the means of micro-batches, a common mistake, would differ by more than 1e-3."""
     linear = torch.nn.functional.linear
     actual = workspace.run(**compute)
     assert torch.nn.functional.linear is linear, "DeepSpeed's linear would change how the next run here rounds"
@@ -106,7 +106,7 @@ def test_how_a_run_is_computed_changes_nothing(compute, workspace, six_steps):
 
 
 def steps_with_values(trained: Trained, *columns: str) -> list[int]:
-    """The steps whose rows have a value in each of these columns."""
+    """Return the steps whose rows have a value in each of these columns."""
     return [int(row["step"]) for row in trained.curve if all(row[column] for column in columns)]
 
 
@@ -168,7 +168,7 @@ def test_the_manifest_of_the_output_names_family_and_base(undisturbed, base):
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("stage", [1, "blip2idc", *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(stage, workspace, undisturbed):
-    """BLIP2IDC sees the same augmented images too."""
+    """For BLIP2IDC, the augmented images must be the same, too."""
     changes = {"zero_stage": stage}
     if stage == "blip2idc":
         workspace = workspace._replace(base=tiny_blip2(workspace.folder / "base"))
@@ -183,9 +183,9 @@ def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(stage, w
 def test_what_a_run_took_is_counted_over_all_its_attempts(workspace, six_steps):
     workspace.interrupted(workspace.recipe(), 2)
     hours = run_dir_of(workspace.folder) / "hours.json"
-    first = json.loads(hours.read_text())
-    assert first["device_seconds"] == first["seconds"] > first["waited"] > 0
-    hours.write_text(json.dumps(first | {"seconds": 3600, "device_seconds": 2 * 3600}))
+    usage = json.loads(hours.read_text())
+    assert usage["device_seconds"] == usage["seconds"] > usage["waited"] > 0
+    hours.write_text(json.dumps(usage | {"seconds": 3600, "device_seconds": 2 * 3600}))
     actual = workspace.run()
     assert_same_run(actual, six_steps)
     speed = json.loads((workspace.folder / "runs" / "train_speed.json").read_text())
@@ -212,8 +212,8 @@ def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(st
     original = engine.take_step
     losses = []
 
-    def take_step(*given: Any) -> tuple[float, float]:
-        loss, norm = original(*given)
+    def take_step(*arguments: Any) -> tuple[float, float]:
+        loss, norm = original(*arguments)
         losses.append(loss)
         return loss, float("nan") if len(losses) == step else norm
 
@@ -257,7 +257,7 @@ USED = tiny_settings(MDP | {"init_gain": 2.0})
     ids=["unused", "delayed", "used"],
 )
 def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, monkeypatch, capfd):
-    """Six steps, three of them warm-up, with checkpoints after 2, 4 and 6. A delay of three more is the whole run."""
+    """The run has six steps, three of them warm-up, and checkpoints after 2, 4 and 6. A delay takes three steps."""
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 2)
     trained = workspace.run(warmup_share=0.5, model=model)
     out = capfd.readouterr().out
@@ -265,9 +265,10 @@ def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, m
     expected = [Message("train.module_changes_nothing", step=step, steps=6) for step in (4, 6)] * warned
     assert [warning for warning in warnings if Message("train.nothing_learned") != warning] == expected
     assert warnings_of_steps(trained.report) == expected[-1:]
-    first, second = (trained.report.module[f"module_update_ratio/{level}"] for level in (1, 2))
-    assert (first < NEGLIGIBLE_UPDATE_RATIO) == (model.module.init_gain == 0)
-    assert f"  module_update_ratio {first:.2g} {second:.2g}  lr_vision" in out
+    ratio_1 = trained.report.module["module_update_ratio/1"]
+    ratio_2 = trained.report.module["module_update_ratio/2"]
+    assert (ratio_1 < NEGLIGIBLE_UPDATE_RATIO) == (model.module.init_gain == 0)
+    assert f"  module_update_ratio {ratio_1:.2g} {ratio_2:.2g}  lr_vision" in out
     lines = re.findall(r"step (\d)/6 \((\d+)\.\d%\)  loss [\d.]+  grad_norm .* (\d+) captions/s  ETA 0:0\d:\d\d\n", out)
     assert [(step, share) for step, share, _ in lines] == [("2", "33"), ("4", "66"), ("6", "100")]
     assert all(int(speed) > 0 for *_, speed in lines)
@@ -275,8 +276,8 @@ def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, m
 
 
 @pytest.fixture
-def announced(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[str]) -> Any:
-    """The loop of a run of 3 steps of 8 sequences, before its first step, with rounded numbers of parameters."""
+def training(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Return the loop of a run of 3 steps with 8 sequences each, before its first step, with round parameter counts."""
     training = workspace.started(global_batch=8, micro_batch=2, epochs=1.5)
     training.parameters = {"trainable": 1500, "frozen": 9000, "vision": 1000, "module": 0, "llm": 500}
     capfd.readouterr()
@@ -284,8 +285,8 @@ def announced(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[st
 
 
 @pytest.fixture
-def counted_lengths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """The tokens and supervised tokens that each call of `Family.flops` got; it counts 3 GFLOP a sequence."""
+def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """Return the tokens and supervised tokens of each call of `Family.flops`, which returns 3 GFLOP per sequence."""
     lengths: list[tuple[float, float]] = []
     terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]
 
@@ -298,7 +299,7 @@ def counted_lengths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]
 
 
 def token_counts(training: Any) -> tuple[int, int]:
-    """The tokens of an epoch, and the supervised ones, from the tokenizer alone."""
+    """Return the number of tokens and of supervised tokens in an epoch, using only the tokenizer."""
     processor = training.processor
     supervised = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["reference"])
     # the prompt less its last token once a pair; that token and all but the last of each reference once a reference
@@ -306,46 +307,45 @@ def token_counts(training: Any) -> tuple[int, int]:
     return prompts + supervised, supervised
 
 
-def test_a_run_announces_its_size(announced, counted_lengths, capfd):
-    announced.announce()
-    tokens, supervised = token_counts(announced)
+def test_a_run_prints_its_size(training, capfd):
+    training.print_size(training.measure_lengths(), 24e9)
+    tokens, supervised = token_counts(training)
     assert capfd.readouterr().out.splitlines() == [
-        "train: 8 sequences a step = 2 micro-batch x 4 accumulated x 1 worker(s)",
-        "train: 10 pairs, 23 references in 10 sequences an epoch",
-        f"train: about {tokens:,} tokens an epoch ({tokens / 10:.1f} a sequence, {supervised / 10:.1f} of them "
-        "supervised)",
-        "train: 1.5 epoch(s) x 2 steps = 3 steps",
-        "train: 1,500 parameters train (vision 1,000, llm 500), 9,000 are frozen",
-        "train: 0.024 TFLOP a step",
+        "train: 8 sequences per step = micro-batches of 2 x 4 accumulation step(s) x 1 worker(s)",
+        "train: 10 pairs with 23 references, packed into 10 sequences per epoch",
+        f"train: about {tokens:,} tokens per epoch: {tokens / 10:.1f} per sequence, of which {supervised / 10:.1f} "
+        "are supervised",
+        "train: 1.5 epoch(s) x 2 steps per epoch = 3 steps",
+        "train: 1,500 trained parameters (vision 1,000, llm 500), 9,000 frozen parameters",
+        "train: 0.024 TFLOP per step",
     ]
 
 
-def test_the_flops_of_a_step_are_those_of_its_mean_sequences(announced, counted_lengths):
-    tokens, supervised = token_counts(announced)
-    assert announced.announce() == 24e9
-    assert counted_lengths == [(pytest.approx(tokens / 10), pytest.approx(supervised / 10))]
+def test_the_flops_of_a_step_are_those_of_its_mean_sequences(training, flops_arguments):
+    tokens, supervised = token_counts(training)
+    assert training.count_flops_per_step(training.measure_lengths()) == 24e9
+    assert flops_arguments == [(pytest.approx(tokens / 10), pytest.approx(supervised / 10))]
 
 
-def test_a_long_epoch_is_counted_on_its_first_sequences(announced, counted_lengths, monkeypatch):
-    announced.announce()
+def test_a_long_epoch_is_measured_on_its_first_sequences(training, monkeypatch):
+    lengths = training.measure_lengths()
     monkeypatch.setattr(loop, "COUNTED_SEQUENCES", 1)
-    announced.announce()
-    assert counted_lengths[1] != counted_lengths[0]
+    assert training.measure_lengths() != lengths
 
 
-def test_a_progress_line_has_speed_and_time_left(announced, monkeypatch, capfd):
-    """23 captions in 2 steps of 2 s."""
+def test_a_progress_line_has_speed_and_time_left(training, monkeypatch, capfd):
+    """The speed is that of 23 captions in 2 steps of 2 s."""
     monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 2)
-    announced.curve.add({"step": 2, "loss": 1.5, "grad_norm": 2.0})
-    announced.log_progress(2, 2.0, 24e9)
+    training.curve.add({"step": 2, "loss": 1.5, "grad_norm": 2.0})
+    training.print_progress(2, 2.0, 24e9)
     line = "train: step 2/3 (66.7%)  loss 1.5000  grad_norm 2.0000  6 captions/s  ETA 0:00:02\n"
     assert capfd.readouterr().out == line
 
 
-def test_device_seconds_are_those_of_all_workers(announced):
-    announced.worker = WorkerContext(0, 2)
-    assert announced.count_time(time.monotonic() - 100) == pytest.approx(time.monotonic(), abs=5)
-    assert announced.usage.device_seconds == 2 * announced.usage.seconds > 199
+def test_device_seconds_are_those_of_all_workers(training):
+    training.worker = WorkerContext(0, 2)
+    assert training.count_time(time.monotonic() - 100) == pytest.approx(time.monotonic(), abs=5)
+    assert training.usage.device_seconds == 2 * training.usage.seconds > 199
 
 
 @pytest.mark.parametrize(
@@ -361,14 +361,14 @@ def test_a_curve_is_written_with_empty_values_where_a_step_has_none(tmp_path):
     curve = Curve(("step", "loss", "val_loss"))
     curve.add({"step": 1, "loss": 0.123456789})
     curve.add({"step": 2, "loss": 2.0})
-    curve.fill({"val_loss": 0.5})
+    curve.set_values({"val_loss": 0.5})
     curve.write(tmp_path / "curves.csv")
     assert (tmp_path / "curves.csv").read_text() == "step,loss,val_loss\n1,0.123457,\n2,2,0.5\n"
 
 
 @pytest.fixture
 def resumed_curve(tmp_path: Path) -> Curve:
-    """A curve of other columns that has read two rows of an earlier attempt and gained a third."""
+    """Return a curve with other columns that has read two rows of an earlier attempt and has a third row."""
     (tmp_path / "curves.csv").write_text("step,loss,val_loss\n1,0.123457,\n2,2,0.5\n")
     curve = Curve(("step", "loss", "val_cider"))
     curve.read(tmp_path / "curves.csv")
@@ -384,8 +384,8 @@ def test_the_last_value_of_a_column_is_from_the_last_row_that_has_one(resumed_cu
 
 
 def test_the_latest_values_are_from_the_last_row_that_has_them_all(resumed_curve):
-    assert resumed_curve.latest(("loss",)) == {"step": 2, "loss": 2}
-    assert resumed_curve.latest(("loss", "val_cider")) == {}
+    assert resumed_curve.last_values(("loss",)) == {"step": 2, "loss": 2}
+    assert resumed_curve.last_values(("loss", "val_cider")) == {}
 
 
 def work(rank: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: int, killed_at: int) -> None:
@@ -410,7 +410,7 @@ def work(rank: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: int,
 
 
 def workers(count: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: int = 0, killed_at: int = -1) -> None:
-    """Train with one worker or two, to the end, to a checkpoint, or until signal 9 before a step, counted from 0."""
+    """Train with one or two workers to the end, to a checkpoint, or until SIGKILL before the step `killed_at`."""
     folder.mkdir(exist_ok=True)
     if count == 1:
         with interrupting(saved):
@@ -420,13 +420,13 @@ def workers(count: int, run_recipe: Recipe, mixture: Path, folder: Path, saved: 
                 assert saved
         return
     (folder / "store").unlink(missing_ok=True)
-    first, second = start(work, run_recipe, mixture, folder, saved, killed_at)
-    first.join(240)
+    first_worker, second_worker = start(work, run_recipe, mixture, folder, saved, killed_at)
+    first_worker.join(240)
     if killed_at >= 0:
-        second.kill()
-    second.join(240)
-    assert first.exitcode == (-signal.SIGKILL if killed_at >= 0 else 0)
-    assert killed_at >= 0 or second.exitcode == 0
+        second_worker.kill()
+    second_worker.join(240)
+    assert first_worker.exitcode == (-signal.SIGKILL if killed_at >= 0 else 0)
+    assert killed_at >= 0 or second_worker.exitcode == 0
 
 
 @pytest.mark.slow
@@ -445,19 +445,19 @@ def test_two_workers_train_validate_and_caption_as_one(stage, workspace, undistu
 
 @pytest.mark.fault("26")
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "stage"), [(2, 1), (1, 3)])
-def test_a_run_goes_on_with_another_number_of_workers(first, stage, workspace, undisturbed):
+@pytest.mark.parametrize(("first_count", "stage"), [(2, 1), (1, 3)])
+def test_a_run_goes_on_with_another_number_of_workers(first_count, stage, workspace, undisturbed):
     run_recipe = workspace.recipe(epochs=3, micro_batch=2, zero_stage=stage)
     folder = workspace.folder / "runs"
-    workers(first, run_recipe, workspace.mixture, folder, saved=2)
+    workers(first_count, run_recipe, workspace.mixture, folder, saved=2)
     assert [path.name for path in checkpoints(folder)] == ["step-00000002", "step-00000004"]
-    workers(3 - first, run_recipe, workspace.mixture, folder)
+    workers(3 - first_count, run_recipe, workspace.mixture, folder)
     assert_same(load_file(folder / "checkpoint" / "model.safetensors"), undisturbed.weights, atol=2e-5)
 
 
 @pytest.mark.slow(150)
 def test_two_workers_as_on_gpus_train_alike_at_every_stage_and_resume_after_a_kill(workspace):
-    """In bf16, by FlexAttention's rule, one sequence at a time; a killed run ends with the same bits."""
+    """The runs use bf16, FlexAttention and one sequence per micro-batch. A killed run ends with the same bits."""
     losses = []
     for stage in range(4):
         changes = {"precision": "bf16", "attention": "flex", "micro_batch": 1, "zero_stage": stage}

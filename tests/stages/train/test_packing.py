@@ -1,4 +1,4 @@
-"""The rule and layout of a pack, and its loss, which is that of the references by themselves."""
+"""Packed sequences: attention rule, layout, and a loss equal to that of separate references."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
 
 
 def group(captions: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    """A pair's (prompt, answer) tokens: one question, answers of different lengths."""
+    """Return the (prompt, answer) tokens of a pair, with one question and answers of different lengths."""
     rng = np.random.default_rng(seed)
     question = rng.integers(10, 600, 4).tolist()
     answers = [rng.integers(10, 600, rng.integers(1, 9)).tolist() for _ in range(captions)]
@@ -27,7 +27,7 @@ def group(captions: int, seed: int) -> list[tuple[list[int], list[int]]]:
 
 
 def mask_of(packed: Packed) -> torch.Tensor:
-    """Who attends to whom in the whole row, [1, 1, T, T] bool."""
+    """Return which tokens of the whole row attend to which, [1, 1, T, T] bool."""
     return dense(row_rule(packed.sequences, packed.segments), 1, packed.tokens)
 
 
@@ -94,7 +94,7 @@ def test_sequences_of_about_one_length_share_a_rectangle():
 
 
 def begun(mixture: Path, folder: Path, **changes: Any) -> Any:
-    """On the embedded base: it was trained, so that what a token sees matters to its loss."""
+    """Return a run on the embedded base, which was trained, so that the attention matters to the loss."""
     return started(small(Device(False, "fp32"), scratch=folder, **changes), mixture, folder)
 
 
@@ -105,13 +105,13 @@ def begun(mixture: Path, folder: Path, **changes: Any) -> Any:
 def test_the_loss_of_packed_sequences_is_that_of_their_references(
     kernel, precision, stage, rounding, mixture, tmp_path
 ):
-    made = begun(mixture, tmp_path, attention=kernel, precision=precision, zero_stage=stage)
-    chosen = [rows for rows in made.schedule.epoch(0) if len(rows) > 1][:2]
+    training = begun(mixture, tmp_path, attention=kernel, precision=precision, zero_stage=stage)
+    chosen = [rows for rows in training.schedule.epoch(0) if len(rows) > 1][:2]
 
     @torch.no_grad()
     def loss(*sequences: np.ndarray) -> float:
-        batch = made.loader.build([(rows, 1) for rows in sequences])
-        return float(token_loss(made.engine, batch, made.processor, made.device))
+        batch = training.loader.build([(rows, 1) for rows in sequences])
+        return float(token_loss(training.engine, batch, training.processor, training.device))
 
     apart = sum(loss(rows[n : n + 1]) for rows in chosen for n in range(len(rows)))
     assert loss(*chosen) == pytest.approx(apart, rel=rounding)

@@ -1,4 +1,4 @@
-"""The stage around the loop: what names, locks and refuses a run; what Ray is asked for; what a worker does."""
+"""The stage around the loop: names, locks and refusals of runs, requests to Ray, and Ray workers."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop, on_ray, stage
 from m3diff.stages.train.engine import deepspeed_config
 from m3diff.stages.train.job import Job, WorkerContext, single_worker_group
-from m3diff.stages.train.stage import RunInProgressError, _only_trainer, run_key, train, with_retries
+from m3diff.stages.train.stage import RunInProgressError, _run_lock, run_key, run_with_retries, train
 from tests.errors import raises
 from tests.stages.train.test_alignment import ALIGN
 from tests.stages.train.toy import Recipe, job, recipe
@@ -67,7 +67,7 @@ def test_everything_that_decides_the_weights_names_a_run(base, mixture, tmp_path
         shutil.copytree(mixture, tmp_path / split)
         shutil.copy(mixture / "test" / "00000.parquet", tmp_path / split / split / "00000.parquet")
         keys[split] = key(run_recipe, tmp_path / split)
-    monkeypatch.setattr(code, "digests", lambda module, names: {module.name: "another meaning"})
+    monkeypatch.setattr(code, "digest_code", lambda module, names: {module.name: "another meaning"})
     keys["code"] = key(run_recipe, mixture)
     assert len(set(keys.values())) == len(keys), keys
 
@@ -75,9 +75,9 @@ def test_everything_that_decides_the_weights_names_a_run(base, mixture, tmp_path
 @pytest.mark.fault("02")
 def test_a_second_trainer_of_the_same_run_is_turned_away(tmp_path):
     refused = raises(RunInProgressError, "train.run_in_progress", path=str(tmp_path / "run.lock"))
-    with _only_trainer(tmp_path / "run"), refused, _only_trainer(tmp_path / "run"):
+    with _run_lock(tmp_path / "run"), refused, _run_lock(tmp_path / "run"):
         pass
-    with _only_trainer(tmp_path / "run"):
+    with _run_lock(tmp_path / "run"):
         pass
 
 
@@ -91,7 +91,7 @@ SPEED |= {"flops": 8e6, "model_parameters": 35}
 
 @dataclass
 class StageRun:
-    """A stage whose loop only returns figures, and what the loop and the follower of its curves were called with."""
+    """A stage whose loop only returns figures, with the calls of the loop and of the follower of its curves."""
 
     run_recipe: Recipe
     out: Path
@@ -175,7 +175,7 @@ def work(base: Path, tmp_path: Path) -> Callable[..., Job]:
 
 @pytest.fixture
 def trainer_arguments(work: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """The arguments of Ray's trainer for a job with changes of `compute`."""
+    """Return the arguments of Ray's trainer for a job with changes of `compute`."""
 
     def arguments_of(**compute: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
@@ -192,7 +192,7 @@ GPU = pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 
 def test_the_workers_of_ray_get_the_job(trainer_arguments, work):
     arguments = trainer_arguments(cpus_per_worker=3)
-    assert arguments["worker"] == on_ray._worker
+    assert arguments["worker"] == on_ray._run_worker
     assert arguments["train_loop_config"] == {"job": work(cpus_per_worker=3)}
 
 
@@ -247,7 +247,7 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(ra
     monkeypatch.setattr(loop, "Training", training)
     joined: list[WorkerContext] = []
     monkeypatch.setattr(on_ray, "join_process_group", lambda run_recipe, worker: joined.append(worker))
-    on_ray._worker({"job": work()})
+    on_ray._run_worker({"job": work()})
     assert joined == [WorkerContext(rank, 2)]
     written = tmp_path / "figures.json"
     assert written.is_file() == (rank == 0)
@@ -256,7 +256,7 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(ra
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Starts and ends of a Ray that is none."""
+    """Return the starts and stops of a replacement for Ray."""
     calls: list[str] = []
     monkeypatch.setattr(on_ray, "start_ray", lambda compute: calls.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
@@ -291,7 +291,7 @@ def test_nodes_without_room_end_the_run_after_the_time_of_a_cluster(cluster, sec
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     monkeypatch.setattr(on_ray, "wait_for_room", refuse)
     with pytest.raises(NoRoomError):
-        with_retries(on_ray.run_on_ray, work())
+        run_with_retries(on_ray.run_on_ray, work())
     assert ended == ["start", f"room for 2 within {seconds} s", "shutdown"], "it is not tried again at once"
 
 
@@ -313,7 +313,7 @@ def test_what_a_worker_is_sent_is_read_before_anything_heavy_is_imported(work, t
 
 
 def test_the_only_worker_leaves_the_linear_as_it_was(monkeypatch):
-    """ZeRO 3 replaces the linear for the life of the process, and another order of sums rounds otherwise."""
+    """ZeRO 3 replaces torch's `linear` for the whole process, with a version that rounds differently."""
     linear = torch.nn.functional.linear
     monkeypatch.setenv("RANK", "3")
 

@@ -1,10 +1,11 @@
-"""Checkpoints of a run: which is taken, kept and exported; that every tensor comes back; and a full disk."""
+"""Checkpoints of a run: selection, removal and export, restored tensors, and full disks."""
 
 import errno
 import json
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,7 @@ from safetensors.torch import load_file
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, write_manifest
 from m3diff.stages.train import loop, state
-from m3diff.stages.train.job import WorkerContext
-from m3diff.stages.train.stage import DiskFullError, is_disk_full
+from m3diff.stages.train.job import DiskFullError, Job, WorkerContext, is_disk_full, name_full_disk
 from m3diff.stages.train.state import Curve
 from tests.errors import raises
 from tests.stages.train.toy import run_dir_of, take
@@ -27,16 +27,16 @@ from tests.tiny import tiny_settings
 
 
 def folder(run_dir: Path, step: int, cider: float | None = None, damaged: bool = False) -> Path:
-    """A checkpoint in name and manifest."""
-    made = run_dir / f"step-{step:08d}"
-    made.mkdir(parents=True)
-    (made / "weights.safetensors").write_text(f"weights of {step}")
-    write_manifest(made, step=step)
+    """Write a checkpoint that has only a manifest and a small weights file."""
+    checkpoint_folder = run_dir / f"step-{step:08d}"
+    checkpoint_folder.mkdir(parents=True)
+    (checkpoint_folder / "weights.safetensors").write_text(f"weights of {step}")
+    write_manifest(checkpoint_folder, step=step)
     if damaged:
-        (made / "weights.safetensors").write_text("half")
+        (checkpoint_folder / "weights.safetensors").write_text("half")
     if cider is not None:
-        (made / state.VALIDATION).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
-    return made
+        (checkpoint_folder / state.VALIDATION_FILE).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
+    return checkpoint_folder
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -64,7 +64,7 @@ def test_export_takes_the_last_or_the_earliest_best_that_is_whole(tmp_path, capl
         folder(tmp_path, step, cider, damaged)
     assert state.checkpoint_to_export(tmp_path, "last") is None
     assert state.checkpoint_to_export(tmp_path, "best") == tmp_path / "step-00000002"
-    assert [state.step_of(path) for path in state.best_first(tmp_path)] == [4, 2, 8, 6]
+    assert [state.step_of(path) for path in state.checkpoints_by_score(tmp_path)] == [4, 2, 8, 6]
     assert "step-00000004" in caplog.text
     caplog.clear()
     folder(tmp_path / "unscored", 4)
@@ -88,7 +88,9 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(stage,
     assert expected.parameters.keys() == actual.parameters.keys()
     for name, parameter in expected.parameters.items():
         for moment in (None, *state.MOMENTS):
-            assert torch.equal(actual.get(actual.parameters[name], moment), expected.get(parameter, moment)), (
+            assert torch.equal(
+                actual.get_tensor(actual.parameters[name], moment), expected.get_tensor(parameter, moment)
+            ), (
                 name,
                 moment,
             )
@@ -106,7 +108,7 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(workspace, c
     training = workspace.started(1, val_pairs=0, zero_stage=1)
     before = training.save(1)
     files = sorted(path.name for path in before.iterdir())
-    assert files == sorted([*state.FILES, "curves.csv", "manifest.json"])
+    assert files == sorted([*state.MOMENT_BY_FILE, "curves.csv", "manifest.json"])
     for file, cut in ((file, cut) for file in files for cut in (None, 0, 100)):
         newest = training.save(2)
         if cut is None:
@@ -156,29 +158,29 @@ def test_the_first_worker_alone_writes_and_a_run_of_other_parameters_takes_none(
 def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_back(tmp_path, monkeypatch):
     for step, cider in ((2, 0.1), (4, 0.9), (6, None), (8, 0.2)):
         folder(tmp_path, step, cider)
-    seen: list[Any] = []
-    monkeypatch.setattr(state, "verify_manifest", lambda *given: seen.append((*given, steps_of(tmp_path))))
+    verified: list[Any] = []
+    monkeypatch.setattr(state, "verify_manifest", lambda *arguments: verified.append((*arguments, steps_of(tmp_path))))
     write_one(tmp_path, 10)
-    assert seen == [(tmp_path / "step-00000010", [2, 4, 6, 8, 10])]
+    assert verified == [(tmp_path / "step-00000010", [2, 4, 6, 8, 10])]
     assert steps_of(tmp_path) == [4, 8, 10], "the best and the newest two"
 
 
 def write_one(run_dir: Path, step: int) -> None:
-    """A state of one tensor, which holds the step."""
-    tensors = {file: {"a": torch.full((1000,), float(step))} for file in state.FILES}
+    """Write a checkpoint with one tensor, whose values are the step."""
+    tensors = {file: {"a": torch.full((1000,), float(step))} for file in state.MOMENT_BY_FILE}
     state.write_state(run_dir, step, tensors, Curve(("step",)))
 
 
 def killed(run_dir: Path, at: str) -> None:
-    """Write two checkpoints, and die of signal 9 within a third: after `at`, a function of `state`."""
+    """Write two checkpoints, and die of SIGKILL while writing a third, after the function `at` of `state`."""
     for step in (2, 4):
         write_one(run_dir, step)
     original = getattr(state, at)
 
-    def die(*given: Any, **named: Any) -> None:
-        original(*given, **named)
+    def die(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
         if at == "save_file":
-            os.truncate(given[1], 900)
+            os.truncate(arguments[1], 900)
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(state, at, die)
@@ -209,13 +211,13 @@ NOT_FULL = (OSError(errno.EIO, "a bad disk"), SafetensorError("File too large (o
 
 
 def full_after(original: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """The function, and after so many calls a full disk after its work."""
-    made: list[int] = []
+    """Return the function with an error of a full disk added at the end of each call after the first `calls` calls."""
+    calls_made: list[int] = []
 
-    def full(*given: Any, **named: Any) -> None:
-        original(*given, **named)
-        made.append(1)
-        if len(made) > calls:
+    def full(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        calls_made.append(1)
+        if len(calls_made) > calls:
             raise FULL[0]
 
     return full
@@ -248,20 +250,69 @@ def test_a_checkpoint_that_meets_a_full_disk_leaves_the_older_ones(function, tmp
 
 @pytest.mark.fault("10")
 @pytest.mark.parametrize(
-    ("module", "name", "calls", "step"),
-    [(state, "save_file", 4, 2), (loop, "write_atomic", 3, 4), (checkpoint, "merge", 0, 6)],
+    ("module", "name", "calls", "step", "has_full_output"),
+    [
+        (state, "save_file", 4, 2, False),
+        (loop, "write_atomic", 3, 4, False),
+        (checkpoint, "merge_adapters", 0, 6, True),
+    ],
     ids=["checkpoint", "scores", "export"],
 )
-def test_a_run_that_finds_the_disk_full_goes_on_when_there_is_room(module, name, calls, step, workspace, capfd):
+def test_a_run_that_finds_the_disk_full_goes_on_when_there_is_room(
+    module, name, calls, step, has_full_output, workspace, capfd
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, full_after(getattr(module, name), calls))
         with raises(DiskFullError, "train.disk_full") as refused:
             workspace.run()
-    assert refused.value.fields["path"] == run_dir_of(workspace.folder)
+    run_dir = run_dir_of(workspace.folder)
+    assert refused.value.fields["path"] == (workspace.folder / "out" if has_full_output else run_dir)
     assert capfd.readouterr().out.count("starts at step 1 of 6") == 1, "tried again, though the disk is full"
-    checkpoint_folder = state.latest_valid_checkpoint(run_dir_of(workspace.folder))
+    checkpoint_folder = state.latest_valid_checkpoint(run_dir)
     assert checkpoint_folder is not None
     assert state.step_of(checkpoint_folder) == step
     actual = workspace.run()
     assert f"resumed after step {step} of 6" in capfd.readouterr().out
     assert len(actual.curve) == actual.report.steps == 6
+
+
+@pytest.mark.fault("10")
+@pytest.mark.parametrize("error", FULL, ids=["disk", "quota", "safetensors"])
+def test_the_error_of_a_full_disk_names_the_folder_that_was_written_to(error, tmp_path):
+    with raises(DiskFullError, "train.disk_full", path=tmp_path / "out"), name_full_disk(tmp_path / "out"):
+        raise error
+
+
+@pytest.mark.fault("10")
+def test_the_error_of_a_full_disk_names_the_file_that_the_system_names(tmp_path):
+    file = tmp_path / "elsewhere" / "file"
+    with raises(DiskFullError, "train.disk_full", path=file), name_full_disk(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+
+def test_an_error_that_names_its_folder_is_not_changed_by_an_outer_block(tmp_path):
+    with (
+        raises(DiskFullError, "train.disk_full", path=tmp_path / "out"),
+        name_full_disk(tmp_path),
+        name_full_disk(tmp_path / "out"),
+    ):
+        raise FULL[2]
+
+
+@pytest.mark.fault("10")
+def test_a_full_disk_that_no_error_names_is_the_fullest_that_the_run_writes_to(workspace, monkeypatch):
+    run = workspace.recipe()
+    out = workspace.folder / "out"
+    out.mkdir()
+    free_bytes = {out: 7}
+    usage = shutil.disk_usage(out)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda folder: usage._replace(free=free_bytes.get(Path(folder), usage.free))
+    )
+
+    def meet_full_disk(attempt_job: Job) -> dict[str, Any]:
+        raise FULL[0]
+
+    monkeypatch.setattr("m3diff.stages.train.stage.run_local", meet_full_disk)
+    with raises(DiskFullError, "train.disk_full", path=out, value=7):
+        workspace.run(run)

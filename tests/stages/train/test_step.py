@@ -1,4 +1,4 @@
-"""An optimizer step against AdamW by hand, its gradient's norm against autograd, the module's numbers against hooks."""
+"""An optimizer step compared with AdamW by hand, gradient norms with autograd, module figures with hooks."""
 
 import math
 from dataclasses import replace
@@ -27,15 +27,19 @@ LAST_STEP = 1  # the second step of an epoch of 10 sequences, 8 a step: two coun
 
 
 def gradients(run_recipe: Recipe, training: Training, step: int) -> dict[str, Tensor]:
-    """By plain autograd: the mean over the step's supervised tokens, every sequence by itself."""
+    """Return the gradients of the mean loss per supervised token of a step, computed one sequence at a time."""
     model, processor = prepare_model(run_recipe.cfg, run_recipe.model, run_recipe.compute, M3DIFF)
     total = torch.zeros(())
     tokens = 0
     for rows in training.schedule.global_sequences(step):
         batch = training.loader.build([(rows, 1)])
         packed = batch.packed
-        asked = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": mask_of(packed)}
-        logits = model(**asked, **processor.image_inputs(batch.images), logits_to_keep=packed.supervised).logits
+        text_inputs = {
+            "input_ids": packed.input_ids,
+            "position_ids": packed.position_ids,
+            "attention_mask": mask_of(packed),
+        }
+        logits = model(**text_inputs, **processor.image_inputs(batch.images), logits_to_keep=packed.supervised).logits
         chosen = logits.float().log_softmax(-1)[torch.arange(len(packed.labels)), packed.labels]
         total = total - chosen.sum()
         tokens = tokens + len(chosen)
@@ -48,11 +52,11 @@ def norm_of(tensors: Any) -> float:
 
 
 def adamw(weight: Tensor, gradient: Tensor, lr: float, decay: float) -> Tensor:
-    """The first step of AdamW, betas (0.9, 0.999)."""
-    first = 0.1 * gradient
-    second = 0.001 * gradient**2
-    decayed = weight * (1 - lr * decay)
-    return decayed - lr * (first / (1 - 0.9)) / ((second / (1 - 0.999)).sqrt() + 1e-8)
+    """Return the weight after the first step of AdamW with betas (0.9, 0.999)."""
+    first_moment = 0.1 * gradient
+    second_moment = 0.001 * gradient**2
+    decayed_weight = weight * (1 - lr * decay)
+    return decayed_weight - lr * (first_moment / (1 - 0.9)) / ((second_moment / (1 - 0.999)).sqrt() + 1e-8)
 
 
 @pytest.mark.parametrize(("stage", "micro_batch"), [(0, 2), (0, 8), (1, 4)])
@@ -62,7 +66,7 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
     training = started(run_recipe, workspace.mixture, workspace.folder)
     expected_gradients = gradients(run_recipe, training, LAST_STEP)
     state = MasterState(training.engine)
-    before = {name: state.get(p).clone() for name, p in state.parameters.items()}
+    before = {name: state.get_tensor(p).clone() for name, p in state.parameters.items()}
     whole_step = training.loader.build([(rows, 1) for rows in training.schedule.global_sequences(LAST_STEP)])
     with torch.no_grad():
         loss = float(token_loss(training.engine.module, whole_step, training.processor, training.device))
@@ -74,14 +78,14 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
     for name, parameter in state.parameters.items():
         # a gradient times the tokens, or their square, differs by a factor of hundreds
         torch.testing.assert_close(
-            state.get(parameter, "exp_avg"), 0.1 * expected_gradients[name], rtol=1e-3, atol=1e-7
+            state.get_tensor(parameter, "exp_avg"), 0.1 * expected_gradients[name], rtol=1e-3, atol=1e-7
         )
         torch.testing.assert_close(
-            state.get(parameter, "exp_avg_sq"), 0.001 * expected_gradients[name] ** 2, rtol=2e-3, atol=1e-11
+            state.get_tensor(parameter, "exp_avg_sq"), 0.001 * expected_gradients[name] ** 2, rtol=2e-3, atol=1e-11
         )
         expected = adamw(before[name], expected_gradients[name], rates[id(parameter)], 0.1)
         clear = expected_gradients[name].abs() > 1e-5  # where rounding decides the sign, so it does the step
-        torch.testing.assert_close(state.get(parameter)[clear], expected[clear], rtol=0, atol=2e-6)
+        torch.testing.assert_close(state.get_tensor(parameter)[clear], expected[clear], rtol=0, atol=2e-6)
     (row,) = training.curve.rows
     assert row["step"] == "2"
     assert row["epoch"] == "1"
@@ -103,7 +107,7 @@ def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(stage, limit, w
     scale = 1.0 if limit is NO_CLIPPING else min(1.0, limit / norm)
     name, parameter = next(iter(state.parameters.items()))
     torch.testing.assert_close(
-        state.get(parameter, "exp_avg"), 0.1 * scale * whole_gradient[name], rtol=2e-3, atol=1e-8
+        state.get_tensor(parameter, "exp_avg"), 0.1 * scale * whole_gradient[name], rtol=2e-3, atol=1e-8
     )
 
 
@@ -149,13 +153,13 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage, workspace):
     take(training, 0)
     state = MasterState(training.engine)
     for name, parameter in state.parameters.items():
-        first = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
-        assert (state.get(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
+        first_moment = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
+        assert (state.get_tensor(parameter, "exp_avg") - first_moment).norm() <= 1e-5 * first_moment.norm(), name
 
 
 @pytest.fixture
 def cosine_factors(base: Any) -> list[float]:
-    """The factors of twelve steps, two of them warm-up."""
+    """Return the factors of twelve steps, of which two are warm-up."""
     cfg = recipe(base, warmup_share=1 / 6).cfg
     return [rate_factor(cfg, step, 12) for step in range(12)]
 

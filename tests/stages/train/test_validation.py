@@ -1,4 +1,4 @@
-"""Validation: which pairs, the loss of each dataset against a loss by hand, captions and their score."""
+"""Validation: sampled pairs, the loss of each dataset compared with a loss by hand, captions and their score."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from tests.tiny import tiny_settings, tiny_trained
 
 
 def samples(**pairs: int) -> Samples:
-    """Datasets one after another, two rows a pair."""
+    """Return samples of several datasets, one after another, with two rows per pair."""
     rows = [(dataset, f"{dataset}/{n}") for dataset, count in pairs.items() for n in range(count) for _ in range(2)]
     columns = {"dataset": [dataset for dataset, _ in rows], "pair": [pair for _, pair in rows]}
     return Samples(pl.DataFrame({name: columns.get(name, ["x"] * len(rows)) for name in SCHEMA}))
@@ -34,7 +34,7 @@ def two_datasets() -> Samples:
 
 
 def rows_of_big(two_datasets: Samples, count: int, seed: int = 1) -> list[int]:
-    """The first rows of the pairs that are chosen of the dataset big."""
+    """Return the first row of each sampled pair of the dataset big."""
     return [int(rows[0]) for rows in sample_pairs(two_datasets, count, seed)["big"]]
 
 

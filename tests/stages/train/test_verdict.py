@@ -1,4 +1,4 @@
-"""The verdict at the end of a training that has learned nothing."""
+"""The warning at the end of a training that has learned nothing."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from m3diff.records.errors import Fault
 from m3diff.stages.train.params import ENOUGH_STEPS
-from m3diff.stages.train.verdict import TrainingEnd, captions_can_tell, entropy_of_tokens, judge_learning
+from m3diff.stages.train.verdict import TrainingEnd, can_judge_captions, entropy_of_tokens, judge_learning
 from tests.toy import REPOSITORY
 
 TOKENIZER = REPOSITORY / "data/00_base/tokenizer.json"
@@ -70,14 +70,14 @@ def test_captions_of_too_few_pairs_decide_nothing(mixture):
 
 def test_references_that_are_all_the_same_have_no_cider(tmp_path):
     write_split(tmp_path, ["nothing changed"] * 8)
-    assert not captions_can_tell(tmp_path, 32)
+    assert not can_judge_captions(tmp_path, 32)
 
 
 def test_captioned_pairs_are_counted_by_dataset(tmp_path):
     write_split(tmp_path, ["one", "two", "three", "four"], "first")
     write_split(tmp_path, ["five", "six", "seven", "eight"], "second")
-    assert captions_can_tell(tmp_path, 3)
-    assert not captions_can_tell(tmp_path, 2)
+    assert can_judge_captions(tmp_path, 3)
+    assert not can_judge_captions(tmp_path, 2)
 
 
 def test_the_entropy_is_that_of_tokens_and_ends(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs on Ray Train workers, of one machine and of a cluster: whatever dies, they end with the same bits."""
+"""Runs on Ray Train workers, on one machine and on a cluster, end with the same bits whichever process dies."""
 
 import contextlib
 import ipaddress
@@ -41,7 +41,7 @@ NOT_NICE = {"RAY_worker_niceness": "0"}
 
 
 def start(run_recipe: Recipe, mixture: Path, folder: Path, **options: Any) -> subprocess.Popen:
-    """Train in a process of its own, which is started as `how` says."""
+    """Train in a separate process, which is started as `how` says."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe").write_bytes(pickle.dumps(run_recipe))
     with (folder / "log").open("w") as log:
@@ -51,18 +51,18 @@ def start(run_recipe: Recipe, mixture: Path, folder: Path, **options: Any) -> su
 
 
 def finish(process: subprocess.Popen, folder: Path) -> dict[str, bytes]:
-    """The contents that the run wrote, by file."""
+    """Return the contents of the files that the run wrote, by name."""
     assert process.wait(PATIENCE_S) == 0, (folder / "log").read_text()[-4000:]
     return {name: (folder / "out" / name).read_bytes() for name in FILES}
 
 
 def written(folder: Path) -> list[int]:
-    """The steps of the checkpoints that are there."""
+    """Return the steps of the existing checkpoints."""
     return sorted(int(manifest.parent.name[-8:]) for manifest in folder.glob("runs/train/*/step-*/manifest.json"))
 
 
 def wait_for_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
-    """Ray passes on what a worker prints a second late: a log line would come after the run's end."""
+    """Wait for a file, because Ray prints a worker's lines a second late, perhaps after the end of the run."""
     for _ in range(12000):
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
         if max(written(folder), default=0) >= 12:
@@ -71,7 +71,7 @@ def wait_for_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
 
 
 def resumed_at(folder: Path) -> int:
-    """The step of the checkpoint that the run went on from, which is no early one."""
+    """Return the step that the run resumed from. Assert that it is not an early one."""
     ip = re.search(r"resumed after step (\d+) of", (folder / "log").read_text())
     assert ip, "the run did not go on from a checkpoint"
     assert int(ip[1]) >= 12
@@ -79,7 +79,7 @@ def resumed_at(folder: Path) -> int:
 
 
 def listening(family: list[psutil.Process]) -> Iterator[tuple[str, str]]:
-    """The name of a process and the address that it listens at, for each of its sockets."""
+    """Return the process name and the address of each listening socket."""
     for process in family:
         with contextlib.suppress(psutil.Error):  # it has ended
             name = " ".join([process.name(), *process.cmdline()[:1]])
@@ -102,7 +102,7 @@ Watched = tuple[dict[str, bytes], set[tuple[str, str]]]
 
 @pytest.fixture(scope="module")
 def undisturbed(run_recipe: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    """The contents of an undisturbed run on this machine, and the addresses where its processes listened."""
+    """Return the outputs of an undisturbed run on this machine, and the addresses where its processes listened."""
     folder = tmp_path_factory.mktemp("workers") / "whole"
     listeners = set()
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -158,7 +158,7 @@ def test_a_run_whose_group_is_asked_to_end_writes_a_checkpoint_and_goes_on_from_
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    """A head, and two nodes with room for one worker each."""
+    """Start a head, and two nodes with room for one worker each."""
     with cluster() as run_recipe:
         run_recipe.add(3)
         run_recipe.add(4)
@@ -195,7 +195,7 @@ def test_a_run_whose_node_dies_goes_on_when_another_joins_or_says_what_is_missin
 @pytest.mark.fault("T15")
 @pytest.mark.slow(500)
 def test_what_trains_on_a_host_that_is_cut_off_ends_when_the_run_goes_on_elsewhere(run_recipe, mixture, tmp_path):
-    """Ray takes over a minute to call the host dead, so that the training must last for some."""
+    """Ray takes over a minute to declare a host dead, so the training must take longer."""
     longer = run_recipe.changed(epochs=400, checkpoint_every_steps=12, val_pairs=0)
     undisturbed = finish(start(longer, mixture, tmp_path / "one", env=dict(os.environ)), tmp_path / "one")
     folder = tmp_path / "cut"
@@ -214,7 +214,7 @@ def test_what_trains_on_a_host_that_is_cut_off_ends_when_the_run_goes_on_elsewhe
 
 
 class Actor:
-    """An actor of Ray that answers, or does not, when it is asked whether it is there."""
+    """A Ray actor that may or may not answer whether it is ready."""
 
     class __ray_ready__:  # noqa: N801  # Ray's own name
         @staticmethod

@@ -154,24 +154,24 @@ class Trained:
 
 
 def run(run_recipe: Recipe, mixture: Path, folder: Path) -> Trained:
-    """Run the stage in `folder`, scratch files included."""
+    """Run the stage with all outputs and scratch files in `folder`."""
     run_recipe = run_recipe.changed(scratch=folder / "runs")
-    found: list[dict[str, str]] = []
+    followed_rows: list[dict[str, str]] = []
 
     @contextmanager
     def follow(key: str, file: Path) -> Iterator[None]:
         yield
-        found.extend(read_curve(file.parent))
+        followed_rows.extend(read_curve(file.parent))
 
     report = train(run_recipe.cfg, run_recipe.model, run_recipe.compute, mixture, folder / "out", follow)
     weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
-    return Trained(report, weights, read_curve(folder / "out"), found, folder)
+    return Trained(report, weights, read_curve(folder / "out"), followed_rows, folder)
 
 
 def run_dir_of(folder: Path) -> Path:
     """Return the folder of the only run that began in `folder`."""
-    (found,) = (path for path in (folder / "runs" / "train").iterdir() if path.is_dir())
-    return found
+    (run_dir,) = (path for path in (folder / "runs" / "train").iterdir() if path.is_dir())
+    return run_dir
 
 
 def read_curve(out: Path) -> list[dict[str, str]]:
@@ -180,7 +180,7 @@ def read_curve(out: Path) -> list[dict[str, str]]:
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> None:
-    """Assert that tensors are equal; an error names each that differs, by how many numbers and by how much."""
+    """Assert that tensors are equal. The error lists each tensor that differs, and by how much."""
     assert actual.keys() == expected.keys()
     odd = {}
     for name, weight in expected.items():
@@ -201,12 +201,12 @@ def assert_same_run(actual: Trained, expected: Trained, curve: bool = True) -> N
 
 
 class Interrupted(BaseException):
-    """An interrupt as from the keyboard. It is no failure, so it is not retried."""
+    """An interrupt, like one from the keyboard. It is not a failure, so it is not retried."""
 
 
 @contextmanager
 def interrupting(saved: int) -> Iterator[None]:
-    """Stop a run within the block after `saved` checkpoints, before the last of them is validated; 0: never."""
+    """Stop a run in the block after `saved` checkpoints, before the last of them is validated. 0 never stops it."""
     from m3diff.stages.train.loop import Training
 
     original = Training.validate
