@@ -12,15 +12,15 @@ from pydantic import ValidationError
 from m3diff.datasets.minichange import SPEC, generate, language
 from m3diff.datasets.minichange.language import describe_cells, describe_scene, grammar, references
 from m3diff.datasets.minichange.scene import (
-    LEVELS,
-    PLACES,
+    PLACE_NAMES,
+    SAMPLERS,
     WIDTHS,
     Change,
     Mark,
     MiniChange,
     Scene,
     Thing,
-    name,
+    name_thing,
     sample_types,
 )
 from m3diff.records.errors import DataError, Fault
@@ -28,7 +28,7 @@ from m3diff.records.schemas import SPLITS
 from m3diff.scoring.grammar import Clause, Grammar
 from tests.errors import raises
 
-FREE = LEVELS["free"]
+FREE = SAMPLERS["free"]
 SMALL = {"seed": 5, "scenes": {"train": 20, "val": 4, "test": 6}, "image_px": 64, "references": 5}
 SMALL |= {"multi_change_share": 0.2, "oversample_types": ["size"]}
 PINNED = {  # level, domain -> digest of all files
@@ -59,7 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path
     return roots
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=SAMPLERS)
 def small(request: pytest.FixtureRequest, made: dict[tuple[str, str], Path]) -> Path:
     return made[request.param, "standard"]
 
@@ -88,14 +88,14 @@ def truth(change: Change, text: str) -> Clause:
     if change.type == "illumination":
         return Clause(change.type, "lamp", language.LAMP[change.word], None, language.LAMP[change.word])
     thing = before or after
-    place = PLACES[thing.cell]
-    thing_name = name(thing)
+    place = PLACE_NAMES[thing.cell]
+    thing_name = name_thing(thing)
     values: dict[str, tuple[str | None, str | None]]
     values = dict.fromkeys(("addition", "disappearance", "removal"), (None, None))
     if before and after:
         was = str(before.state)
         now = str(after.state)
-        values |= {"substitution": (name(before), name(after)), "size": (before.size, after.size)}
+        values |= {"substitution": (name_thing(before), name_thing(after)), "size": (before.size, after.size)}
         values |= {"color": (before.color, after.color), "orientation": (was if was in text else None, now)}
         values |= {"pose": (None, language.ARMS.get(now)), "ocr": (was.lower(), now.lower())}
         states = before.state, after.state
@@ -107,7 +107,7 @@ def test_every_reference_reads_back_to_exactly_the_true_changes(small):
     rules = Grammar.load(small / "grammar.json")
     rng = np.random.default_rng(17)
     for number in range(96):
-        changes = LEVELS[small.name].sample_pair(rng, sample_types(rng, number, multi_change_share=0.3))[3]
+        changes = SAMPLERS[small.name].sample_pair(rng, sample_types(rng, number, multi_change_share=0.3)).changes
         assert [change.order for change in changes] == sorted(change.order for change in changes)
         texts = references(changes, 5)
         assert len(set(texts)) == 5
@@ -116,7 +116,9 @@ def test_every_reference_reads_back_to_exactly_the_true_changes(small):
             parts = rules.split(text)
             assert len(clauses) == len(changes)
             for clause, change, part in zip(clauses, changes, parts, strict=True):
-                words = part.removeprefix(PLACES[change.order[0]]).split(name(change.before) if change.before else "\0")
+                words = part.removeprefix(PLACE_NAMES[change.order[0]]).split(
+                    name_thing(change.before) if change.before else "\0"
+                )
                 assert clause == truth(change, words[-1]), text
 
 
@@ -164,7 +166,7 @@ BLUE = replace(ONE, color="blue")
 )
 def test_a_change_of_what_cannot_be_told_apart_is_not_taken(others, clear):
     before, after = (Scene((thing, *others), level="free") for thing in (ONE, BLUE))
-    assert FREE.is_clear(before, after, [Change("color", ONE, BLUE)]) is clear
+    assert FREE.are_clear(before, after, [Change("color", ONE, BLUE)]) is clear
 
 
 BOX = Thing("box", "red", "small", 2)

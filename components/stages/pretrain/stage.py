@@ -44,9 +44,9 @@ from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import (
     COLORS,
     KINDS,
-    LEVELS,
     MARK_WIDTH,
-    PLACES,
+    PLACE_NAMES,
+    SAMPLERS,
     STATES,
     WIDTHS,
     Level,
@@ -91,7 +91,7 @@ def ask_for_places(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, 
     """Return a question that asks to describe two images by place, and the answer with the places in random order."""
     first, second = (describe_cells(scene) for scene in scenes)
     cells = rng.permutation(sorted({*first, *second}))
-    parts = [f"{PLACES[cell]} {first.get(cell, 'nothing')} then {second.get(cell, 'nothing')}" for cell in cells]
+    parts = [f"{PLACE_NAMES[cell]} {first.get(cell, 'nothing')} then {second.get(cell, 'nothing')}" for cell in cells]
     return "Describe both images place by place.", ", ".join(parts)
 
 
@@ -105,7 +105,7 @@ def ask_for_objects(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str,
     described: list[tuple[str, tuple[str, ...]]] = []
     for scene in scenes:
         for cell, text in describe_things(scene):
-            described.append((f"{PLACES[cell]} {text}", tuple(text.split()[1:4])))
+            described.append((f"{PLACE_NAMES[cell]} {text}", tuple(text.split()[1:4])))
     answers: dict[str, str] = {}
     while len(answers) < OBJECTS_PER_QUESTION:
         name = _sample_name(rng, [looks for _, looks in described])
@@ -134,7 +134,7 @@ def ask_without_images(levels: tuple[Level, ...], rng: np.random.Generator, scen
     """
     level = levels[0] if len(levels) == 1 else pick(rng, levels)
     types = sample_types(rng, int(rng.integers(12)), multi_change_share=0.3)
-    changes = LEVELS[level].sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
+    changes = SAMPLERS[level].sample_pair(rng, types).changes if rng.random() < 0.85 else ()
     return str(pick(rng, QUESTIONS)), references(changes, 5)[int(rng.integers(5))]
 
 
@@ -168,9 +168,9 @@ def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
     texts += references((), 5) * 50
     for number in range(6_000):
         task = tasks[number % len(tasks)]
-        level = LEVELS[levels[number // len(tasks) % len(levels)]]
+        level = SAMPLERS[levels[number // len(tasks) % len(levels)]]
         question, answer = task.ask(rng, [level.sample_scene(rng) for _ in range(task.images)])
-        changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
+        changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],)).changes
         texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
     bpe = Tokenizer(models.BPE())
     stock: Any = Qwen2Tokenizer().backend_tokenizer
@@ -328,7 +328,7 @@ def render_bank(cfg: Pretrain, architecture: Architecture) -> SceneBank:
     scenes = list[Scene]()
     for number in progress(range(cfg.scenes), "render", total=cfg.scenes, unit="scene"):
         rng = np.random.default_rng([cfg.seed, number])
-        level = LEVELS[cfg.levels[number % len(cfg.levels)]]
+        level = SAMPLERS[cfg.levels[number % len(cfg.levels)]]
         scene = level.sample_scene(rng)
         if rng.random() < 0.2:
             scene = replace(scene, view=replace(scene.view, brightness=level.dark))

@@ -310,7 +310,7 @@ def test_half_a_character_is_a_question_mark_wherever_a_row_has_it(tmp_path):
 def test_minichange_gives_captions_of_originals_and_of_every_image(tmp_path):
     source = RawSource(reader="minichange", root=draw(tmp_path / "raw"))
     originals, result = read(source)
-    scenes = {source.root / path: scene for path, scene in read_scenes(source.root).of.items()}
+    scenes = {source.root / path: scene for path, scene in read_scenes(source.root).scene_by_path.items()}
     assert len(originals) == SCENES
     assert result.rejected == {"nothing is to change": SCENES}
     images, _ = read(source, "caption")

@@ -9,13 +9,23 @@ from PIL import Image
 from m3diff.datasets.minichange import image_paths, read_scenes
 from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, describe_scene, references
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import LEVELS, LIT, PLACES, ZOOMS, Change, Mark, Scene, Thing, sample_types
+from m3diff.datasets.minichange.scene import (
+    FULL_BRIGHTNESS,
+    PLACE_NAMES,
+    SAMPLERS,
+    ZOOM_FACTORS,
+    Change,
+    Mark,
+    Scene,
+    Thing,
+    sample_types,
+)
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.augment.minichange import (
     DrawnEditor,
     carry_out,
-    difference,
+    describe_difference,
     paraphrase,
     read_description,
     read_instruction,
@@ -23,14 +33,14 @@ from m3diff.stages.augment.minichange import (
 from tests.stages.augment.toys import draw
 
 NOT_TOLD = {"viewpoint", "illumination"}  # by the description of a scene
-each_level = pytest.mark.parametrize("level", LEVELS)
+each_level = pytest.mark.parametrize("level", SAMPLERS)
 
 
 def pairs(level: str) -> list[tuple[Scene, Scene, tuple[Change, ...]]]:
     made = []
     for number in range(60):
         rng = np.random.default_rng([7, number])
-        before, after, _, changes = LEVELS[level].sample_pair(rng, sample_types(rng, number, 0.3))
+        before, after, _, changes = SAMPLERS[level].sample_pair(rng, sample_types(rng, number, 0.3))
         made.append((before, after, changes))
     return made
 
@@ -63,7 +73,7 @@ def test_descriptions_are_read_back_and_two_give_all_changes_but_camera_and_lamp
             found, true = ([(*looks(each), each.state) for each in of] for of in (read[0], scene.things))
             assert sorted(found, key=str) == sorted(true, key=str)
             assert sorted(read[1]) == sorted(mark.cell for mark in scene.marks)
-        told = difference(describe_scene(before), describe_scene(after), 5)
+        told = describe_difference(describe_scene(before), describe_scene(after), 5)
         visible = tuple(change for change in changes if change.type not in NOT_TOLD)
         exact += told == (references(visible, 5) if visible else [])
     assert exact >= 58, "two objects of one place may be told as each other's change"
@@ -88,7 +98,7 @@ def test_what_is_not_in_minichanges_words_has_no_other_wording(text):
 
 def said(*things: Thing) -> str:
     told = (*things, Thing("star", "white", "small", 6))
-    return ", ".join(f"{PLACES[thing.cell]} a {thing.size} {thing.color} {thing.kind}" for thing in told)
+    return ", ".join(f"{PLACE_NAMES[thing.cell]} a {thing.size} {thing.color} {thing.kind}" for thing in told)
 
 
 BALL = Thing("ball", "red", "small", 0)
@@ -113,7 +123,7 @@ MARK = "at the top left a mark"
     ],
 )
 def test_the_second_description_is_told_from_the_first(first, second, told):
-    texts = difference(first, second, 1)
+    texts = describe_difference(first, second, 1)
     assert (texts == []) if told is None else texts[0].startswith(told)
 
 
@@ -127,10 +137,10 @@ def test_an_instruction_gives_the_scene_that_it_describes(level):
             if all(change.type not in ("addition", "substitution") for change in changes):
                 assert describe_scene(edited) == describe_scene(after), text
                 same += 1
-            for word in {change.word for change in changes if change.type == "viewpoint"} & ZOOMS.keys():
-                assert edited.view.zoom == pytest.approx(before.view.zoom * ZOOMS[word], rel=0.08)
+            for word in {change.word for change in changes if change.type == "viewpoint"} & ZOOM_FACTORS.keys():
+                assert edited.view.zoom == pytest.approx(before.view.zoom * ZOOM_FACTORS[word], rel=0.08)
             for word in {change.word for change in changes if change.type == "illumination"}:
-                wanted = LIT if word == "on" else LEVELS[level].dark
+                wanted = FULL_BRIGHTNESS if word == "on" else SAMPLERS[level].dark
                 assert edited.view.brightness == pytest.approx(wanted, rel=0.12)
     assert same > 60
 
@@ -140,7 +150,7 @@ def test_an_instruction_gives_the_scene_that_it_describes(level):
 def test_each_type_of_change_leaves_all_other_things_where_they_are(level, change_type):
     for number in range(4):
         rng = np.random.default_rng([3, number])
-        before, _, _, changes = LEVELS[level].sample_pair(rng, (change_type,))
+        before, _, _, changes = SAMPLERS[level].sample_pair(rng, (change_type,))
         edited = carry_out(before, references(changes, 1)[0], rng)
         assert edited is not None
         assert [each for each in before.things if each not in edited.things] == [each.before for each in changes
@@ -179,13 +189,13 @@ def test_written_scenes_draw_the_images_and_the_seed_decides_open_details(change
     root = draw(tmp_path / "raw", **changes)
     scenes = read_scenes(root)
     same = 0
-    for path, scene in scenes.of.items():
+    for path, scene in scenes.scene_by_path.items():
         if not scene.view.noise:
             drawn = render(scene, scenes.image_px, np.random.default_rng(0), scenes.domain)
             assert drawn.tobytes() == Image.open(root / path).convert("RGB").tobytes(), path
             same += 1
     assert same > 40
-    assert len(scenes.of) == 120
+    assert len(scenes.scene_by_path) == 120
     editor = DrawnEditor(root)
     path = root / image_paths(0)[0]
     first, again, other = (editor.edit(path, "the camera moved up", seed) for seed in (1, 1, 2))

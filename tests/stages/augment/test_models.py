@@ -17,7 +17,7 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.augment import weights as module
 from m3diff.stages.augment.params import EndpointWriterSettings, FeatureModel, InstructPix2Pix
 from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest, size_for_editor
-from m3diff.stages.augment.writers import LanguageModel, read_texts, usable_texts
+from m3diff.stages.augment.writers import LanguageModel, read_texts, select_texts
 from tests.chat import chat_server
 from tests.stages.augment.toys import BASE, clip, draw, instruct_pix2pix, siglip
 
@@ -172,12 +172,12 @@ def test_texts_are_read_from_a_list_in_json_or_lines(said, texts):
 
 def test_of_the_texts_of_an_answer_empty_repeated_and_surplus_ones_are_dropped():
     said = '["Add a cat!", "put  a\\ncat", "", "Put a cat.", "place a cat", "a cat, please"]'
-    written = usable_texts(EndpointAnswer("text", said), 2, "add a cat")
+    written = select_texts(EndpointAnswer("text", said), 2, "add a cat")
     assert written.texts == ("put a cat", "place a cat")
     assert written.dropped == {"repeated": 2, "empty": 1, "more than asked for": 1}
-    unreadable = usable_texts(EndpointAnswer("text", "no list"), 2, "add a cat")
+    unreadable = select_texts(EndpointAnswer("text", "no list"), 2, "add a cat")
     assert not unreadable.texts
     assert unreadable.dropped == {"unreadable": 1}
-    truncated = usable_texts(EndpointAnswer("cut", '["put a cat"]'), 2, "add a cat")
+    truncated = select_texts(EndpointAnswer("cut", '["put a cat"]'), 2, "add a cat")
     assert not truncated.texts
     assert truncated.dropped == {"cut": 1}

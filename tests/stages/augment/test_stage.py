@@ -27,7 +27,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import sha256, sha256_of_folder
 from m3diff.settings.load import load_params
 from m3diff.stages.augment import stage
-from m3diff.stages.augment.minichange import DrawnEditor, difference
+from m3diff.stages.augment.minichange import DrawnEditor, describe_difference
 from m3diff.stages.augment.params import Edits, InstructPix2Pix, RawSource
 from m3diff.stages.augment.stage import AugmentReport, augment, cached_edits_folder
 from m3diff.stages.augment.weights import Pix2PixEditor
@@ -128,11 +128,11 @@ def test_edits_have_their_references_and_every_image_is_written_once(raw, made):
 
 
 def test_what_neighbours_say_is_true_of_their_scenes(raw, made):
-    scenes = read_scenes(raw).of
+    scenes = read_scenes(raw).scene_by_path
     rows = rows_of(made["neighbours"][0])
     for row in rows:
         before, after = (describe_scene(scenes[path]) for path in row["id"].split("+"))
-        assert row["captions"] == difference(before, after, 2)
+        assert row["captions"] == describe_difference(before, after, 2)
         assert 0.75 <= row["made"]["cosine"] <= 0.985
         assert row["scene"] in row["id"], "of one scene each: other scenes are below the band"
     assert len(rows) > 10
