@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
+from PIL.PngImagePlugin import PngInfo
 
 from m3diff.images import jpeg
 from m3diff.images.check import OK, check_image
@@ -146,6 +147,44 @@ def test_a_copy_without_simplejpeg_reads_jpegs_by_pillow(monkeypatch: pytest.Mon
     monkeypatch.setattr(jpeg, "simplejpeg", None)
     data = encode(EVEN_GROUND, "JPEG")
     assert np.array_equal(np.asarray(load_image(io.BytesIO(data))), np.asarray(Image.open(io.BytesIO(data))))
+
+
+# Damaged PNGs
+
+
+def flip_bit(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 16]) + data[position + 1 :]
+
+
+def png_with_pixels_that_pillow_decodes_to_wrong_colours() -> bytes:
+    data = encode(EVEN_GROUND)
+    start = data.index(b"IDAT") + 4
+    for position in range(start + 200, len(data) - 20):
+        damaged_data = flip_bit(data, position)
+        try:
+            pixels = np.asarray(Image.open(io.BytesIO(damaged_data)))
+        except OSError:
+            continue
+        if not np.array_equal(pixels, EVEN_GROUND):
+            return damaged_data
+    raise AssertionError("Pillow notices every damage, so that the check of the checksum is not needed")
+
+
+def test_a_png_with_damaged_pixels_is_refused_with_its_name(tmp_path: Path) -> None:
+    data = png_with_pixels_that_pillow_decodes_to_wrong_colours()
+    assert verdict(data, tmp_path) == Message("images.undecodable")
+    with raises(ImageError, "images.unreadable", path=str(tmp_path / "a.png")):
+        load_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
+def test_a_png_with_several_pixel_chunks_and_another_one_is_sound(mode: str, tmp_path: Path) -> None:
+    other_chunk = PngInfo()
+    other_chunk.add(b"teSt", b"after the pixels", after_idat=True)
+    pixels = np.random.default_rng(7).integers(0, 255, (300, 300, 3)).astype(np.uint8)
+    data = encode(pixels, mode=mode, pnginfo=other_chunk)
+    assert data.count(b"IDAT") > 1
+    assert verdict(data + b"trailing bytes", tmp_path) == OK
 
 
 # Ranges of 16 bits
