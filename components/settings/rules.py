@@ -32,7 +32,7 @@ def datasets(params: Params) -> Iterator[Fault]:
         key = f"ingest.datasets.{name}"
         spec = DATASETS[entry.reader]
         yield from wrong_options(key, entry.reader, entry.options)
-        yield from both_named_and_drawn(key, entry.options)
+        yield from find_named_and_drawn_splits(key, entry.options)
         original = DATASETS[original_reader(params, name)]
         forbidden = [split for split in entry.train_on if split in original.never_train]
         if forbidden:
@@ -83,7 +83,7 @@ def read_mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | No
     return content if isinstance(content, dict) else None
 
 
-def both_named_and_drawn(key: str, options: Mapping[str, Any]) -> Iterator[Fault]:
+def find_named_and_drawn_splits(key: str, options: Mapping[str, Any]) -> Iterator[Fault]:
     """Yield a fault if the options both name the splits and draw them at random, which the reader rejects.
 
     Args:

@@ -145,7 +145,7 @@ def test_change_types_are_those_of_the_annotations(tmp_path):
     texts = ["a\\almost nothing has changed", *layouts.SAME[:4]]
     write_json(root / LEVIR, {"images": [layouts.levir_record("val", 9, texts)]})
     assert [row.change_types for row in levir_cc.read(root)] == [["none"]]
-    assert set(layouts.SAME) == levir_cc.SAME
+    assert set(layouts.SAME) == levir_cc.NO_CHANGE_SENTENCES
 
 
 @pytest.mark.parametrize(
