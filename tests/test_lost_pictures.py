@@ -1,4 +1,4 @@
-"""Pictures that would lose their content: damaged, of too small a range, in other colours, or none at all."""
+"""Image files that would lose content: damaged, with too small a range of values, in other colours, or no image."""
 
 import io
 import struct
@@ -201,24 +201,24 @@ def marked(rows: slice, columns: slice, value: int, ground: np.ndarray = GROUND)
     return levels
 
 
-WHOLE = slice(None)
-FIRST = slice(0, 1)
+ALL_LINES = slice(None)
+FIRST_LINE = slice(0, 1)
 DARK = {
-    "one saturated pixel": marked(FIRST, FIRST, 65535),
-    "a saturated column": marked(WHOLE, FIRST, 65535),
-    "a third without data": marked(slice(0, 21), WHOLE, 65535),
-    "no data is 0": marked(slice(0, 8), WHOLE, 0, marked(FIRST, FIRST, 65535)),
-    "no data is 32,767": marked(slice(0, 9), WHOLE, 32767),
-    "no data is -9,999": marked(slice(0, 9), WHOLE, 65536 - 9999),
-    "a bright column below saturation": marked(WHOLE, FIRST, 52000),
-    "two hot pixels of other values": marked(FIRST, slice(0, 2), 40000),
-    "8 bits in 16 and a saturated pixel": marked(FIRST, FIRST, 65535, GROUND // 12),
-    "12 bits in 16 and a saturated border": marked(WHOLE, slice(60, 64), 65535, (GROUND * 1.3).astype(np.uint16)),
+    "one saturated pixel": marked(FIRST_LINE, FIRST_LINE, 65535),
+    "a saturated column": marked(ALL_LINES, FIRST_LINE, 65535),
+    "a third without data": marked(slice(0, 21), ALL_LINES, 65535),
+    "no data is 0": marked(slice(0, 8), ALL_LINES, 0, marked(FIRST_LINE, FIRST_LINE, 65535)),
+    "no data is 32,767": marked(slice(0, 9), ALL_LINES, 32767),
+    "no data is -9,999": marked(slice(0, 9), ALL_LINES, 65536 - 9999),
+    "a bright column below saturation": marked(ALL_LINES, FIRST_LINE, 52000),
+    "two hot pixels of other values": marked(FIRST_LINE, slice(0, 2), 40000),
+    "8 bits in 16 and a saturated pixel": marked(FIRST_LINE, FIRST_LINE, 65535, GROUND // 12),
+    "12 bits in 16 and a saturated border": marked(ALL_LINES, slice(60, 64), 65535, (GROUND * 1.3).astype(np.uint16)),
 }
 IN_RANGE = {
     "a night with a lamp": NIGHT,
-    "black and white alone": marked(slice(0, 21), WHOLE, 65535, GROUND * 0),
-    "a white page": marked(slice(0, 60), WHOLE, 65535),
+    "black and white alone": marked(slice(0, 21), ALL_LINES, 65535, GROUND * 0),
+    "a white page": marked(slice(0, 60), ALL_LINES, 65535),
     "an even dark picture": GROUND * 0 + 2000,
     "the whole range": GROUND * 20,
     "14 bits": GROUND * 5,

@@ -1,4 +1,4 @@
-"""What a source gives and what each kind of made dataset takes and leaves: all that is not made is counted."""
+"""The originals that a source provides, and the pairs that each kind of synthetic dataset makes or rejects."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ from tests.stages.augment.toys import SCENES, ToyEditor, ToyFeatures, ToyWriter,
 
 
 def rejected(reason: str, pairs_per_row: int = 1) -> AugmentResult:
-    """A row of the source was rejected."""
+    """Return a result in which a row of the source is already rejected."""
     result = AugmentResult(pairs_per_row)
     result.reject(reason, "row 1")
     return result
@@ -87,19 +87,19 @@ def test_a_pair_without_references_or_a_visible_change_is_rejected(editor, short
 
 
 def test_an_edit_is_repeated_only_for_another_instruction_image_or_seed(tmp_path):
-    one = original(tmp_path, "one", "make it red")
+    source_image = original(tmp_path, "one", "make it red")
     changes = [({}, 3, 2), ({}, 3, 0), ({"text": "make it blue"}, 3, 2), ({"digest": "of another image"}, 3, 2)]
-    for change, seed, edited in [*changes, ({}, 4, 2)]:
+    for change, seed, edit_count in [*changes, ({}, 4, 2)]:
         cfg = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={}, seed=seed)
         editor = ToyEditor()
         result = AugmentResult()
-        make_edits(cfg, [one._replace(**change)], result, editor, ToyWriter(), tmp_path / "into")
-        assert len(editor.calls) == edited
+        make_edits(cfg, [source_image._replace(**change)], result, editor, ToyWriter(), tmp_path / "into")
+        assert len(editor.calls) == edit_count
         assert len(result.pairs) == 2
 
 
 def made_neighbours(images: list[Original], source_pairs: Any = (), **changes: Any) -> AugmentResult:
-    """Cosines: of 30 degrees 0.87, 10 degrees 0.98, 60 degrees 0.5."""
+    """Make neighbours of images in a plane. The cosine of 10 degrees is 0.98, of 30 degrees 0.87, of 60 degrees 0.5."""
     values = {"candidates": 2, "band": (0.75, 0.94), "max_text_similarity": 0.7, "references": 1}
     cfg = entry("neighbours", Path("source"), Path("out"), **(values | changes))
     result = rejected("no caption")
@@ -120,7 +120,7 @@ def test_images_within_the_band_make_one_pair_with_the_difference_of_their_capti
     assert pair.change_types == []
     assert result.rejected == {"no caption": 1, "too unlike": 4, "was found the other way round": 1}
     (pair,) = made_neighbours([captioned(0, "a", scene="s"), captioned(30, "b", scene="s")]).pairs
-    assert pair.scene == "s", "of one scene a pair keeps the scene"
+    assert pair.scene == "s", "a pair of images from one scene keeps the scene"
 
 
 def test_no_pair_crosses_splits():
@@ -175,29 +175,30 @@ def test_each_image_is_in_one_couple_of_its_split_with_both_captions_by_the_seed
     images = [captioned(number, f"text {number}", "test" if number % 3 else "train") for number in range(21)]
     result = made_coupled(images, separator=" | ")
     assert set(Counter(path for pair in result.pairs for path in (pair.before, pair.after)).values()) == {1}
-    of = {image.image: image for image in images}
+    original_of_path = {image.image: image for image in images}
     for pair in result.pairs:
-        first = of[pair.before]
-        second = of[pair.after]
-        assert pair.captions == [f"{first.text} | {second.text}"]
-        assert pair.split == first.split == second.split
-        assert pair.scene == f"{first.scene}+{second.scene}"
+        before = original_of_path[pair.before]
+        after = original_of_path[pair.after]
+        assert pair.captions == [f"{before.text} | {after.text}"]
+        assert pair.split == before.split == after.split
+        assert pair.scene == f"{before.scene}+{after.scene}"
     assert len(result.pairs) == 7 + 3
     assert result.rejected == {"no partner is left": 1}
     scene = made_coupled([captioned(0, "a", scene="s"), captioned(1, "b", scene="s")])
     assert scene.pairs == []
     assert scene.rejected == {"both are of one scene": 1}
     images = [captioned(number, "text") for number in range(20)]
-    first, again, other = ({pair.id for pair in made_coupled(images, seed=seed).pairs} for seed in (1, 1, 2))
-    assert first == again != other
-    assert first != {f"n{number}+n{number + 1}" for number in range(0, 20, 2)}, "not in the order of the source"
+    ids = {pair.id for pair in made_coupled(images, seed=1).pairs}
+    assert ids == {pair.id for pair in made_coupled(images, seed=1).pairs}
+    assert ids != {pair.id for pair in made_coupled(images, seed=2).pairs}
+    assert ids != {f"n{number}+n{number + 1}" for number in range(0, 20, 2)}, "not in the order of the source"
 
 
 ONE_IMAGE = {"columns": {"before": "image", "after": "image", "captions": "caption"}}
 
 
 def write(root: Path, rows: list[dict[str, Any]], **options: Any) -> RawSource:
-    """A manifest of these rows, with an image a.png to e.png of its own, and one that is none."""
+    """Write a manifest of these rows, the images a.png to e.png, and none.png, which is not an image."""
     root.mkdir()
     for number, letter in enumerate("abcde"):
         Image.new("RGB", (8, 8), (number * 40, 0, 0)).save(root / f"{letter}.png")
@@ -237,16 +238,16 @@ ROWS = [
 def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path):
     source = write(tmp_path / "raw", ROWS)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")  # outside the root, where p6 leads
-    found, result = read(source)
-    assert [(each.name, each.split, each.scene, each.text) for each in found] == [
+    originals, result = read(source)
+    assert [(image.name, image.split, image.scene, image.text) for image in originals] == [
         ("p0", "train", "s0", "add a cat"),
         ("p1", "train", "p1", "make it red"),
         ("p8", "test", "s7", "add a cat"),
         ("p10", "val", "p10", "add a cat"),
     ]
-    assert found[0].change_types == ["add"]
-    assert found[0].digest == sha256(source.root / "a.png")
-    assert found[0].caption is None
+    assert originals[0].change_types == ["add"]
+    assert originals[0].digest == sha256(source.root / "a.png")
+    assert originals[0].caption is None
     reasons = {"no instruction": 1, "nothing is to change": 1, "image cannot be read": 3}
     assert result.rejected == reasons | {"scene is in a higher split": 1, "row cannot be read": 2}
     row_fault = result.examples.pop("row cannot be read")
@@ -258,8 +259,8 @@ def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path):
         "image cannot be read": f"pairs.jsonl, line 5: {source.root}/gone.png: {verdict}",
         "scene is in a higher split": "pairs.jsonl, line 8: s7 is in test",
     }
-    found, result = read(source, splits=("train",))
-    assert [each.name for each in found] == ["p0", "p1"]
+    originals, result = read(source, splits=("train",))
+    assert [image.name for image in originals] == ["p0", "p1"]
     assert result.rejected["scene is in a higher split"] == 1, "p7 is a test scene"
 
 
@@ -268,8 +269,8 @@ def test_an_image_outside_the_source_is_not_used(path, tmp_path):
     source = write(tmp_path / "raw", [row(0, before=path.format(top=tmp_path))])
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "raw/link.png").symlink_to(tmp_path / "a.png")
-    found, result = read(source)
-    assert found == []
+    originals, result = read(source)
+    assert originals == []
     fault = Message("augment.image_outside_source", path=source.root)
     assert fault.in_text(result.examples["image cannot be read"])
     assert len(read(source, follow_links=True)[0]) == (path == "link.png")
@@ -279,15 +280,18 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path)
     texts = [("a.png", "a cat"), ("b.png", ""), ("none.png", "x"), ("c.png", "c")]
     rows = [{"id": str(n), "image": image, "caption": text, "split": "train"} for n, (image, text) in enumerate(texts)]
     source = write(tmp_path / "raw", rows, **ONE_IMAGE)
-    found, result = read(source, "caption")
-    assert [(of.name, of.image.name, of.text) for of in found] == [("0", "a.png", "a cat"), ("3", "c.png", "c")]
+    originals, result = read(source, "caption")
+    assert [(image.name, image.image.name, image.text) for image in originals] == [
+        ("0", "a.png", "a cat"),
+        ("3", "c.png", "c"),
+    ]
     assert result.rejected == {"no caption": 1, "image cannot be read": 1}
 
 
 def test_pairs_of_two_images_are_rejected_and_a_source_without_single_images_refused(tmp_path):
     source = write(tmp_path / "raw", [row(0, after="a.png"), row(1), row(2, scene="p0", split="test")])
-    found, result = read(source, "caption")
-    assert found == []
+    originals, result = read(source, "caption")
+    assert originals == []
     assert result.rejected == {"is a pair of two images": 2, "scene is in a higher split": 1}
     assert result.examples["is a pair of two images"] == "pairs.jsonl, line 2"
     with raises(DataError, "augment.no_captions_of_images", path=tmp_path / "two"):
@@ -297,13 +301,13 @@ def test_pairs_of_two_images_are_rejected_and_a_source_without_single_images_ref
 
 
 def test_half_a_character_is_a_question_mark_wherever_a_row_has_it(tmp_path):
-    half = "\ud83d"  # as a cut JSON escape leaves it; no file can hold it
-    whole = row(0, id=f"p{half}", scene=f"s{half}", captions=[f"add a cup {half}"], change_types=[f"add{half}"])
-    (found,), result = read(write(tmp_path / "raw", [whole, row(1, before=f"{half}.png")]))
-    assert found.name == "p?"
-    assert found.scene == "s?"
-    assert found.text == "add a cup ?"
-    assert found.change_types == ["add?"]
+    half = "\ud83d"  # left by a truncated JSON escape; it cannot be written to a file
+    odd_row = row(0, id=f"p{half}", scene=f"s{half}", captions=[f"add a cup {half}"], change_types=[f"add{half}"])
+    (original_image,), result = read(write(tmp_path / "raw", [odd_row, row(1, before=f"{half}.png")]))
+    assert original_image.name == "p?"
+    assert original_image.scene == "s?"
+    assert original_image.text == "add a cup ?"
+    assert original_image.change_types == ["add?"]
     assert result.rejected == {"image cannot be read": 1}
 
 
@@ -315,10 +319,13 @@ def test_minichange_gives_captions_of_originals_and_of_every_image(tmp_path):
     assert result.rejected == {"nothing is to change": SCENES}
     images, _ = read(source, "caption")
     assert len(images) == 3 * SCENES
-    assert all(each.caption == describe_scene(scenes[each.image]) for each in originals)
-    assert all(each.text == describe_scene(scenes[each.image]) and each.scene in each.image.name for each in images)
+    for edit_source in originals:
+        assert edit_source.caption == describe_scene(scenes[edit_source.image])
+    for image in images:
+        assert image.text == describe_scene(scenes[image.image])
+        assert image.scene in image.image.name
     pairs = read_source_pairs(source, tmp_path / "unpacked")
-    first, second, third = (source.root / path for path in image_paths(0))
+    before, after, distractor = (source.root / path for path in image_paths(0))
     assert len(pairs) == 2 * SCENES
-    assert {frozenset((first, second)), frozenset((first, third))} < pairs
-    assert frozenset((second, third)) not in pairs
+    assert {frozenset((before, after)), frozenset((before, distractor))} < pairs
+    assert frozenset((after, distractor)) not in pairs
