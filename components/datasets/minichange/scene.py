@@ -274,8 +274,8 @@ class SceneSampler:
     level: the level.
     sample_scene: samples a scene, given the kinds of objects that the scene must contain.
     are_clear: returns True if a person can see the changes between two scenes and can tell which objects they concern.
-    move: distance of a camera movement that a reference mentions, in frame units.
-    dark: brightness after the lamp went out; on the level free, the factor by which the brightness is multiplied.
+    move_distance: distance of a camera movement that a reference mentions, in frame units.
+    dark_brightness: brightness after the lamp went out. On the level free, the brightness is multiplied by it.
     attempts_per_scene: number of attempts to change a scene before another scene is sampled.
 
     Small movements, which references never mention, have these limits:
@@ -289,8 +289,8 @@ class SceneSampler:
     level: Level
     sample_scene: Callable[..., Scene]
     are_clear: Callable[[Scene, Scene, list[Change]], bool]
-    move: float
-    dark: float
+    move_distance: float
+    dark_brightness: float
     attempts_per_scene: int
     max_shift: float
     min_shift_distance: float
@@ -319,14 +319,14 @@ class SceneSampler:
             factor = ZOOM_FACTORS[word]
             return replace(view, zoom=view.zoom * factor if self.level == "free" else factor)
         x, y = MOVE_DIRECTIONS[word]
-        return replace(view, x=view.x + self.move * x, y=view.y + self.move * y)
+        return replace(view, x=view.x + self.move_distance * x, y=view.y + self.move_distance * y)
 
     def switch_lamp(self, view: View, word: str) -> View:
         """Return the view after the lamp was switched "on" or "out"."""
         if self.level == "free":
-            factor = self.dark if word == "out" else 1 / self.dark
+            factor = self.dark_brightness if word == "out" else 1 / self.dark_brightness
             return replace(view, brightness=view.brightness * factor)
-        return replace(view, brightness=self.dark if word == "out" else FULL_BRIGHTNESS)
+        return replace(view, brightness=self.dark_brightness if word == "out" else FULL_BRIGHTNESS)
 
     def jitter(self, rng: np.random.Generator, view: View) -> View:
         """Return the view with small changes of camera, light and noise, which references never mention."""
@@ -480,7 +480,7 @@ def _sample_grid_scene(rng: np.random.Generator, required_kinds: tuple[str, ...]
     things.sort(key=lambda thing: thing.cell)
     has_mark = rng.random() < 0.2
     marks = (Mark(int(cells[count])),) if has_mark else ()
-    brightness = sampler.dark if rng.random() < 0.1 else FULL_BRIGHTNESS
+    brightness = sampler.dark_brightness if rng.random() < 0.1 else FULL_BRIGHTNESS
     view = sampler.jitter(rng, View(brightness=brightness))
     background = str(pick(rng, BACKGROUNDS))
     return Scene(tuple(things), marks, background, view)
@@ -530,7 +530,7 @@ def _sample_free_scene(rng: np.random.Generator, required_kinds: tuple[str, ...]
         x=float(rng.uniform(-0.02, 0.02)),
         y=float(rng.uniform(-0.02, 0.02)),
         zoom=float(rng.uniform(0.97, 1.03)),
-        brightness=(SAMPLERS["free"].dark if rng.random() < 0.1 else FULL_BRIGHTNESS) * float(rng.uniform(0.95, 1.05)),
+        brightness=_sample_free_brightness(rng),
         lamp=float(rng.uniform(-3.0, -0.1)),
         noise=_sample_noise(rng),
     )
@@ -553,6 +553,12 @@ def _sample_free_scene(rng: np.random.Generator, required_kinds: tuple[str, ...]
     background = str(pick(rng, BACKGROUNDS))
     cloth = str(pick(rng, CLOTHS))
     return Scene(tuple(things), tuple(marks), background, view, "free", cloth)
+
+
+def _sample_free_brightness(rng: np.random.Generator) -> float:
+    """Return the brightness of a new scene. In a tenth of the scenes, the lamp is out."""
+    brightness = SAMPLERS["free"].dark_brightness if rng.random() < 0.1 else FULL_BRIGHTNESS
+    return brightness * float(rng.uniform(0.95, 1.05))
 
 
 def sample_free_thing(rng: np.random.Generator, view: View, kind: str | None = None) -> Thing:
@@ -704,8 +710,8 @@ SAMPLERS: dict[str, SceneSampler] = {
         level="grid",
         sample_scene=_sample_grid_scene,
         are_clear=_changed_things_are_in_frame,
-        move=0.2,
-        dark=0.42,
+        move_distance=0.2,
+        dark_brightness=0.42,
         attempts_per_scene=1,
         max_shift=0.01,
         min_shift_distance=0,
@@ -718,8 +724,8 @@ SAMPLERS: dict[str, SceneSampler] = {
         level="free",
         sample_scene=_sample_free_scene,
         are_clear=_free_changes_are_clear,
-        move=0.22,
-        dark=0.58,
+        move_distance=0.22,
+        dark_brightness=0.58,
         attempts_per_scene=4,
         max_shift=0.05,
         min_shift_distance=0.02,

@@ -168,9 +168,9 @@ def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
     texts += references((), 5) * 50
     for number in range(6_000):
         task = tasks[number % len(tasks)]
-        level = SAMPLERS[levels[number // len(tasks) % len(levels)]]
-        question, answer = task.ask(rng, [level.sample_scene(rng) for _ in range(task.images)])
-        changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],)).changes
+        sampler = SAMPLERS[levels[number // len(tasks) % len(levels)]]
+        question, answer = task.ask(rng, [sampler.sample_scene(rng) for _ in range(task.images)])
+        changes = sampler.sample_pair(rng, (CHANGE_TYPES[number % 12],)).changes
         texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
     bpe = Tokenizer(models.BPE())
     stock: Any = Qwen2Tokenizer().backend_tokenizer
@@ -328,10 +328,10 @@ def render_bank(cfg: Pretrain, architecture: Architecture) -> SceneBank:
     scenes = list[Scene]()
     for number in progress(range(cfg.scenes), "render", total=cfg.scenes, unit="scene"):
         rng = np.random.default_rng([cfg.seed, number])
-        level = SAMPLERS[cfg.levels[number % len(cfg.levels)]]
-        scene = level.sample_scene(rng)
+        sampler = SAMPLERS[cfg.levels[number % len(cfg.levels)]]
+        scene = sampler.sample_scene(rng)
         if rng.random() < 0.2:
-            scene = replace(scene, view=replace(scene.view, brightness=level.dark))
+            scene = replace(scene, view=replace(scene.view, brightness=sampler.dark_brightness))
         pixels.append(architecture.prepare_image(render(scene, cfg.image_px, rng)))
         scenes.append(scene)
     return SceneBank(pixels=np.stack(pixels), scenes=scenes, levels=cfg.levels, held_out=cfg.held_out)

@@ -170,7 +170,7 @@ def test_an_instruction_gives_the_scene_that_it_describes(level):
             for word in {change.word for change in changes if change.type == "viewpoint"} & ZOOM_FACTORS.keys():
                 assert edited.view.zoom == pytest.approx(before.view.zoom * ZOOM_FACTORS[word], rel=0.08)
             for word in {change.word for change in changes if change.type == "illumination"}:
-                brightness = FULL_BRIGHTNESS if word == "on" else SAMPLERS[level].dark
+                brightness = FULL_BRIGHTNESS if word == "on" else SAMPLERS[level].dark_brightness
                 assert edited.view.brightness == pytest.approx(brightness, rel=0.12)
     assert same > 60
 
