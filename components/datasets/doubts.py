@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from m3diff.datasets.odd_captions import OddCaptions, unconfirmed
+from m3diff.datasets.odd_captions import OddCaptions, select_unconfirmed
 from m3diff.datasets.placeholders import says_nothing
 from m3diff.datasets.questions import IMAGE_PLACEHOLDER, asks_what_changed
 from m3diff.datasets.spec import Row
@@ -254,7 +254,7 @@ def _doubts_about_questions(rows: Sequence[Row]) -> Iterator[Doubt]:
 
 def _doubts_about_odd_captions(odd_captions: Sequence[OddCaptions], confirmed_kinds: Sequence[str]) -> Iterator[Doubt]:
     """Check the test split for odd captions whose kind is not confirmed. If there are any, yield a single doubt."""
-    unconfirmed_captions = unconfirmed(odd_captions, confirmed_kinds)
+    unconfirmed_captions = select_unconfirmed(odd_captions, confirmed_kinds)
     if unconfirmed_captions:
         descriptions = [f"{captions}; {captions.remedy}" for captions in unconfirmed_captions]
         kinds = [*confirmed_kinds, *(captions.kind for captions in unconfirmed_captions)]

@@ -71,6 +71,6 @@ class OddCaptions:
         return f"{self.count:,} of {self.total:,} {unit} {description}{in_test}: {self.source}: {self.example[:70]!r}"
 
 
-def unconfirmed(odd_captions: Sequence[OddCaptions], confirmed_kinds: Collection[str]) -> list[OddCaptions]:
-    """Return the kinds of odd captions that occur in the test split and that the dataset's entry does not confirm."""
+def select_unconfirmed(odd_captions: Sequence[OddCaptions], confirmed_kinds: Collection[str]) -> list[OddCaptions]:
+    """Return the odd captions of the test split whose kind the dataset's entry does not confirm."""
     return [captions for captions in odd_captions if captions.test_count and captions.kind not in confirmed_kinds]

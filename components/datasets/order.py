@@ -166,12 +166,13 @@ def order_names(first_name: str, second_name: str) -> Order | None:
     common_words = Counter(first_words) & Counter(second_words)
     first_only_words = Counter(first_words) - common_words
     second_only_words = Counter(second_words) - common_words
-    has_nouns_only = not ({*first_words, *second_words} - ORDER_WORDS - {*NOUNS})
-    is_first_before = _is_before_by_contrast(first_only_words, second_only_words, has_nouns_only)
+    other_words = {*first_words, *second_words} - ORDER_WORDS - {*NOUNS}
+    is_first_before = _is_before_by_contrast(first_only_words, second_only_words, are_bare=not other_words)
     if is_first_before is not None:
         is_ordinal = {*first_only_words, *second_only_words} == FIRST_AND_SECOND
-        is_of_two_pairs = is_ordinal and bool({*common_words} & _SIDES_OF_A_PAIR)
-        return None if is_of_two_pairs else _order_of(first_name, second_name, is_first_before, has_time_words=True)
+        if is_ordinal and {*common_words} & _SIDES_OF_A_PAIR:
+            return None  # for example, the names are after_first and after_second
+        return _order_of(first_name, second_name, is_first_before, has_time_words=True)
     if {*first_only_words, *second_only_words} & ORDER_WORDS:
         if _is_stem_of(first_words, second_words):
             return Order(first_name, second_name, has_time_words=False)
@@ -181,17 +182,16 @@ def order_names(first_name: str, second_name: str) -> Order | None:
     if {*common_words} & _SIDES_OF_A_PAIR:
         return None
     is_first_before = _is_before_by_mark(first_words, second_words)
-    return (
-        None if is_first_before is None else _order_of(first_name, second_name, is_first_before, has_time_words=False)
-    )
+    if is_first_before is None:
+        return None
+    return _order_of(first_name, second_name, is_first_before, has_time_words=False)
 
 
 def _order_of(first_name: str, second_name: str, is_first_before: bool, has_time_words: bool) -> Order:
-    return (
-        Order(first_name, second_name, has_time_words)
-        if is_first_before
-        else Order(second_name, first_name, has_time_words)
-    )
+    """Return the order of two names, of which the first is before the second or after it."""
+    if is_first_before:
+        return Order(first_name, second_name, has_time_words)
+    return Order(second_name, first_name, has_time_words)
 
 
 def _is_before_by_contrast(

@@ -204,10 +204,10 @@ def read(
         checks.finish()
 
     pairs = merge_rows(read_rows(), across_splits=True)
-    pairs_with_captions = _drop_no_captions(pairs, no_caption or (), checks.notes)
+    pairs_with_captions = _drop_placeholders(pairs, no_caption or (), checks.notes)
     if shares is None:
         return RowsWithNotes(pairs_with_captions, checks.notes)
-    return RowsWithNotes(_draw_when_read(root, pairs_with_captions, shares, checks.notes), checks.notes)
+    return RowsWithNotes(_draw_lazily(root, pairs_with_captions, shares, checks.notes), checks.notes)
 
 
 def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
@@ -267,13 +267,13 @@ def _refuse_split_column(location: Path, value: Any, columns: Mapping[Any, Any])
         raise DataError("datasets.draw_beside_column_split", path=location, value=describe(value["split"]))
 
 
-def _draw_when_read(root: Path, rows: Iterable[Row], shares: SplitShares, notes: list[str]) -> Iterator[Row]:
+def _draw_lazily(root: Path, rows: Iterable[Row], shares: SplitShares, notes: list[str]) -> Iterator[Row]:
     """Yield the rows with drawn splits. This is a generator, so the table is only read when the first row is needed."""
     yield from draw_splits(root, list(rows), shares, notes)
 
 
-def _drop_no_captions(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
-    """Yield the rows without texts that stand for a missing caption. If there are no such texts, add a note."""
+def _drop_placeholders(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
+    """Remove texts that stand for a missing caption from the rows. If no row has such a text, add a note."""
     dropped_texts = {text.strip().casefold() for text in no_caption}
     caption_count = 0
     dropped_count = 0

@@ -170,7 +170,7 @@ def paraphrase(text: str, caption: str | None = None) -> list[str]:
         return []
     description = read_description(caption) if caption else None
     things = description[0] if description else []
-    changes = tuple(_with_old_state(change, things) for change in changes)
+    changes = tuple(_add_old_state(change, things) for change in changes)
     wordings = []
     for number, wording in enumerate(language.references(changes, WORDINGS)):
         needs_unknown_state = any(_needs_unknown_state(change, number) for change in changes)
@@ -190,7 +190,7 @@ def _needs_unknown_state(change: Change, number: int) -> bool:
     return not has_old_state and "{old_" in language.TEMPLATES[change.type][number]
 
 
-def _with_old_state(change: Change, things: Sequence[Thing]) -> Change:
+def _add_old_state(change: Change, things: Sequence[Thing]) -> Change:
     """Return the change with the old state of the changed object, if it can be determined.
 
     This requires that exactly one of the objects has the same name and cell. Otherwise, return the change as it is.

@@ -65,7 +65,7 @@ from m3diff.records.schemas import NO_CHANGE, SPLITS, Split
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.minichange import DrawnEditor
 from m3diff.stages.augment.params import MANIFEST, AnySyntheticDataset, CoupledSamples, Edits, Neighbours, RawSource
-from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest
+from m3diff.stages.augment.weights import Features, Pix2PixEditor, find_nearest
 from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
 
 IMAGES = "images"
@@ -336,9 +336,9 @@ def _write_paraphrases(cfg: Edits, originals: list[Original], result: AugmentRes
             numbers = [number for number, original in enumerate(originals) if original.split == split]
         facts = [_facts_for_paraphrase(originals[number]) for number in numbers]
         paraphrases = writer.write("paraphrase", facts, count)
-        for number, written in zip(numbers, paraphrases, strict=True):
-            texts[number] += written.texts
-            result.dropped_texts += written.dropped
+        for number, output in zip(numbers, paraphrases, strict=True):
+            texts[number] += output.texts
+            result.dropped_texts += output.dropped_texts
     return texts
 
 
@@ -422,9 +422,9 @@ def make_neighbours(
             neighbour_pairs += _find_neighbours(cfg, images, source_pairs, result, features)
     facts = [{"first": pair.query.text, "second": pair.neighbour.text} for pair in neighbour_pairs]
     captions = writer.write("difference", facts, cfg.references)
-    for neighbour_pair, written in zip(neighbour_pairs, captions, strict=True):
-        result.dropped_texts += written.dropped
-        if len(written.texts) < cfg.references:
+    for neighbour_pair, output in zip(neighbour_pairs, captions, strict=True):
+        result.dropped_texts += output.dropped_texts
+        if len(output.texts) < cfg.references:
             result.rejected["too few captions"] += 1
             continue
         query = neighbour_pair.query
@@ -437,7 +437,7 @@ def make_neighbours(
             scene=scene,
             before=query.image,
             after=neighbour.image,
-            captions=list(written.texts),
+            captions=list(output.texts),
             change_types=[],
             made={"cosine": round(neighbour_pair.cosine, 4)},
         )
@@ -458,12 +458,12 @@ def _find_neighbours(
     """Return the distinct pairs of similar images in one split. Unsuitable candidates are counted as rejected."""
     pairs: dict[frozenset, NeighbourPair] = {}
     feature_matrix = features.features([original.image for original in images])
-    all_cosines, all_numbers = nearest(feature_matrix, cfg.candidates)
+    all_cosines, all_numbers = find_nearest(feature_matrix, cfg.candidates)
     for query, cosines, numbers in zip(images, all_cosines.tolist(), all_numbers.tolist(), strict=True):
         for cosine, number in zip(cosines, numbers, strict=True):
             neighbour = images[number]
             paths = frozenset((query.image, neighbour.image))
-            reason = _unsuitability(cfg, query, neighbour, cosine)
+            reason = _rejection_reason(cfg, query, neighbour, cosine)
             if reason is not None:
                 result.rejected[reason] += 1
             elif paths in source_pairs:
@@ -475,7 +475,7 @@ def _find_neighbours(
     return list(pairs.values())
 
 
-def _unsuitability(cfg: Neighbours, query: Original, neighbour: Original, cosine: float) -> str | None:
+def _rejection_reason(cfg: Neighbours, query: Original, neighbour: Original, cosine: float) -> str | None:
     """Return the reason why two images are not suitable as a pair, or None if they are suitable."""
     min_cosine, max_cosine = cfg.band
     if cosine > max_cosine:

@@ -122,7 +122,7 @@ def _load_clip(folder: str, device: Device) -> Embed:
 EMBEDDERS = {"encoder": _load_encoder, "clip": _load_clip}
 
 
-def nearest(features: FeatureMatrix, count: int) -> tuple[FeatureMatrix, NDArray[np.int64]]:
+def find_nearest(features: FeatureMatrix, count: int) -> tuple[FeatureMatrix, NDArray[np.int64]]:
     """For each row, find the most similar other rows. Return their cosine similarities and row numbers.
 
     Both arrays are [rows, count], or [rows, rows - 1] if there are fewer rows. The most similar row comes first. Equal

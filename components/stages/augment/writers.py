@@ -46,11 +46,11 @@ PROMPTS: dict[WriterTask, str] = {
 NUMBERED = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+(.+?)\s*$", re.MULTILINE)
 
 
-class Written(NamedTuple):
+class WriterOutput(NamedTuple):
     """A writer's texts for one set of facts, without repetitions, and the number of dropped texts by reason."""
 
     texts: tuple[str, ...]
-    dropped: Counter[str]
+    dropped_texts: Counter[str]
 
 
 class GrammarWriter:
@@ -58,13 +58,13 @@ class GrammarWriter:
 
     identity = ""  # the texts depend only on the parameters
 
-    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[Written]:
+    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[WriterOutput]:
         """Return at most `count` texts per set of facts."""
         if task == "paraphrase":
             all_texts = [paraphrase(entry["text"], entry.get("first")) for entry in facts]
         else:
             all_texts = [describe_difference(entry["first"], entry["second"], count) for entry in facts]
-        return [Written(texts=tuple(texts[:count]), dropped=Counter()) for texts in all_texts]
+        return [WriterOutput(texts=tuple(texts[:count]), dropped_texts=Counter()) for texts in all_texts]
 
 
 class LanguageModel:
@@ -84,7 +84,7 @@ class LanguageModel:
         self.seed = seed
         self.identity = cfg.model
 
-    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[Written]:
+    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[WriterOutput]:
         """Return at most `count` texts per set of facts.
 
         Raises:
@@ -107,7 +107,7 @@ class LanguageModel:
 Writer = GrammarWriter | LanguageModel
 
 
-def select_texts(answer: EndpointAnswer, count: int, original: str) -> Written:
+def select_texts(answer: EndpointAnswer, count: int, original: str) -> WriterOutput:
     """Select the valid texts in an answer, and count the dropped texts by reason.
 
     A text is dropped if it is empty, or if it repeats the original or another text. No texts are taken from an answer
@@ -118,22 +118,22 @@ def select_texts(answer: EndpointAnswer, count: int, original: str) -> Written:
         count: maximum number of texts to return.
         original: the text to paraphrase, or an empty string if there is none.
     """
-    dropped: Counter[str] = Counter()
+    dropped_texts: Counter[str] = Counter()
     texts = read_texts(answer.text) if answer.kind == "text" else []
     if not texts:
-        dropped["unreadable" if answer.kind == "text" else answer.kind] += 1
+        dropped_texts["unreadable" if answer.kind == "text" else answer.kind] += 1
     valid_texts: dict[str, str] = {}  # keys are the texts in lowercase without punctuation
     for text in texts:
         words = _plain_words(text)
         if not words:
-            dropped["empty"] += 1
+            dropped_texts["empty"] += 1
         elif words in valid_texts or words == _plain_words(original):
-            dropped["repeated"] += 1
+            dropped_texts["repeated"] += 1
         elif len(valid_texts) == count:
-            dropped["more than asked for"] += 1
+            dropped_texts["more than asked for"] += 1
         else:
             valid_texts[words] = " ".join(replace_surrogates(text).split())
-    return Written(texts=tuple(valid_texts.values()), dropped=dropped)
+    return WriterOutput(texts=tuple(valid_texts.values()), dropped_texts=dropped_texts)
 
 
 def _plain_words(text: str) -> str:

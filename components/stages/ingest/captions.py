@@ -117,7 +117,7 @@ def _find_repeated_caption(rows: Sequence[Row]) -> OddCaptions | None:
             return None
         is_repeated = pairs >= DOMINANT_SHARE * len(changed_pairs) or pairs >= MIN_TIMES_THE_MEAN * mean
         if is_repeated and text.strip() and not SAYS_NO_CHANGE.search(text):
-            spellings = {spelling for spelling in pairs_by_spelling if _plain(spelling) == _plain(text)}
+            spellings = {spelling for spelling in pairs_by_spelling if _plain_text(spelling) == _plain_text(text)}
             captions = [
                 (row, text) for row in changed_pairs if not spellings.isdisjoint(_distinct_texts(row.references))
             ]
@@ -133,15 +133,15 @@ def _merge_spellings(pairs_by_spelling: Counter[str]) -> Counter[str]:
     spellings_of_text: dict[str, list[str]] = {}
     for spelling, pairs in pairs_by_spelling.items():
         if pairs > 1:
-            spellings_of_text.setdefault(_plain(spelling), []).append(spelling)
-    merged = pairs_by_spelling.copy()
+            spellings_of_text.setdefault(_plain_text(spelling), []).append(spelling)
+    pairs_by_text = pairs_by_spelling.copy()
     for main_spelling, *variants in spellings_of_text.values():
         for variant in variants:
-            merged[main_spelling] += merged.pop(variant)
-    return merged
+            pairs_by_text[main_spelling] += pairs_by_text.pop(variant)
+    return pairs_by_text
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Return the text in lowercase with single spaces, and without punctuation at the ends."""
     return " ".join(text.casefold().split()).strip(" .!\"'")
 

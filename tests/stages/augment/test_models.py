@@ -16,7 +16,7 @@ from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError
 from m3diff.stages.augment import weights as module
 from m3diff.stages.augment.params import EndpointWriterSettings, FeatureModel, InstructPix2Pix
-from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest, size_for_editor
+from m3diff.stages.augment.weights import Features, Pix2PixEditor, find_nearest, size_for_editor
 from m3diff.stages.augment.writers import LanguageModel, read_texts, select_texts
 from tests.chat import chat_server
 from tests.stages.augment.toys import BASE, clip, draw, instruct_pix2pix, siglip
@@ -133,14 +133,14 @@ def test_the_search_finds_the_nearest_others_in_order(block, cells, monkeypatch)
     monkeypatch.setattr(module, "MAX_BLOCK_ROWS", block)
     monkeypatch.setattr(module, "MAX_BLOCK_CELLS", cells)
     features = points(200)
-    cosines, numbers = nearest(features, 5)
+    cosines, numbers = find_nearest(features, 5)
     all_cosines = (features @ features.T).astype(np.float64)
     np.fill_diagonal(all_cosines, -2)
     assert (numbers == np.argsort(-all_cosines, axis=1, kind="stable")[:, :5]).mean() > 0.999
     np.testing.assert_allclose(cosines, np.take_along_axis(all_cosines, numbers, axis=1), atol=1e-6)
     equal_features = np.tile(points(1), (6, 1))
-    assert nearest(equal_features, 9)[1].tolist() == [[n for n in range(6) if n != row] for row in range(6)]
-    assert nearest(points(1), 9)[0].shape == (1, 0), "no more neighbours than others"
+    assert find_nearest(equal_features, 9)[1].tolist() == [[n for n in range(6) if n != row] for row in range(6)]
+    assert find_nearest(points(1), 9)[0].shape == (1, 0), "no more neighbours than others"
 
 
 def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(tmp_path):
@@ -178,12 +178,12 @@ def test_texts_are_read_from_a_list_in_json_or_lines(answer, texts):
 
 def test_of_the_texts_of_an_answer_empty_repeated_and_surplus_ones_are_dropped():
     answer = '["Add a cat!", "put  a\\ncat", "", "Put a cat.", "place a cat", "a cat, please"]'
-    written = select_texts(EndpointAnswer("text", answer), 2, "add a cat")
-    assert written.texts == ("put a cat", "place a cat")
-    assert written.dropped == {"repeated": 2, "empty": 1, "more than asked for": 1}
+    output = select_texts(EndpointAnswer("text", answer), 2, "add a cat")
+    assert output.texts == ("put a cat", "place a cat")
+    assert output.dropped_texts == {"repeated": 2, "empty": 1, "more than asked for": 1}
     unreadable = select_texts(EndpointAnswer("text", "no list"), 2, "add a cat")
     assert not unreadable.texts
-    assert unreadable.dropped == {"unreadable": 1}
+    assert unreadable.dropped_texts == {"unreadable": 1}
     truncated = select_texts(EndpointAnswer("cut", '["put a cat"]'), 2, "add a cat")
     assert not truncated.texts
-    assert truncated.dropped == {"cut": 1}
+    assert truncated.dropped_texts == {"cut": 1}

@@ -16,7 +16,7 @@ from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.params import AnySyntheticDataset
 from m3diff.stages.augment.stage import Original
-from m3diff.stages.augment.writers import Written
+from m3diff.stages.augment.writers import WriterOutput
 from tests.scoring import bench
 from tests.toy import REPOSITORY
 
@@ -85,15 +85,15 @@ class ToyWriter:
         self.short = short
         self.calls = []
 
-    def write(self, task, facts, n) -> list[Written]:
+    def write(self, task, facts, n) -> list[WriterOutput]:
         self.calls += [(task, dict(entry), n) for entry in facts]
         return [self.numbered_texts(task, entry, n) for entry in facts]
 
-    def numbered_texts(self, task, facts, n) -> Written:
+    def numbered_texts(self, task, facts, n) -> WriterOutput:
         is_short = any(self.short in text for text in facts.values())
         count = n - 1 if is_short else n
         texts = [f"{task} {number}: {' / '.join(facts.values())}" for number in range(count)]
-        return Written(tuple(texts), Counter({"refused": 1} if is_short else {}))
+        return WriterOutput(tuple(texts), Counter({"refused": 1} if is_short else {}))
 
 
 class ToyFeatures:
