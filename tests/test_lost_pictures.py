@@ -258,7 +258,7 @@ P3 = {
 
 
 def wide_profile() -> bytes:
-    """The sRGB profile with the colorants of Display P3, as iPhones write."""
+    """Return the sRGB profile with the colorants of Display P3, as iPhones write it."""
     data = bytearray(SRGB)
     for number in range(int.from_bytes(data[128:132], "big")):
         entry = 132 + 12 * number
@@ -295,7 +295,7 @@ def test_colours_of_a_wide_profile_are_those_of_srgb(kind: str) -> None:
 
 
 def linear_grey() -> bytes:
-    """A profile of grey whose levels are amounts of light."""
+    """Return a grey profile whose levels are proportional to light."""
     tags = {
         b"wtpt": b"XYZ " + bytes(4) + struct.pack(">3i", 63190, 65536, 54061),
         b"kTRC": b"curv" + bytes(8),

@@ -1,4 +1,4 @@
-"""Splits that are drawn by chance: by scene, from the seed, whatever the order of the rows."""
+"""Splits that are drawn at random: they depend on scenes and the seed, but not on the order of the rows."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def write(root: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read(root: Path, rows: list[dict[str, Any]], split: Any = SHARES, **options: Any) -> dict[str, str]:
-    """The split of each pair by its image before."""
+    """Read a table and return the split of each pair by its image before."""
     read_rows = pairs.read(write(root, rows), manifest="pairs.json", split=split, **options)
     return {row.before: row.split for row in read_rows}
 

@@ -1,4 +1,4 @@
-"""Images of two folders as pairs, by their names: schemes that people use, and those that must never be paired."""
+"""Pair the images of two folders by their names: common naming schemes, and names that must never be paired."""
 
 from itertools import permutations
 

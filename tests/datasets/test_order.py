@@ -1,4 +1,4 @@
-"""Which of two images is before, by names: what is sure, what is asked, and that the order of columns never matters."""
+"""Decide by names which of two images is before. The order of the columns must not matter."""
 
 import json
 from itertools import permutations

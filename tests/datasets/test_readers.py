@@ -1,4 +1,4 @@
-"""Readers: example rows of every dataset, what cannot be read, and the published counts."""
+"""Readers: example rows of every dataset, rows that cannot be read, and the published counts."""
 
 import json
 import shutil
@@ -357,7 +357,7 @@ CLEAN_PAIRS = {
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory) -> tuple[Path, ValidateReport]:
-    """The toys of all datasets, ingested and validated in one run."""
+    """Ingest small examples of all datasets, and validate them in one run."""
     folder = tmp_path_factory.mktemp("validated")
     with pytest.MonkeyPatch.context() as monkeypatch:
         layouts.judge_by_polars_alone(monkeypatch)

@@ -15,7 +15,7 @@ PLAIN = ["train", "train", "val", "test"]
 
 
 def write(root: Path, columns: Mapping[str, Sequence[str]], name: str = "paare.csv") -> TableGuess:
-    """A table of pairs as spreadsheets of German users write it, with these columns; what is guessed of it."""
+    """Write a table of pairs like a German spreadsheet, with these columns, and return the guess of how to read it."""
     count = len(next(iter(columns.values())))
     with (root / name).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, delimiter=";")

@@ -1,4 +1,4 @@
-"""Tables of pairs as people write them: how a file is cut into rows, and which columns name the images."""
+"""Tables of pairs: how a file is divided into rows, and which columns name the images."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_the_suffix_decides_between_separators_of_as_many_columns(tmp_path):
 
 @pytest.fixture
 def table_in_windows_1252(tmp_path: Path) -> Path:
-    """A table that is not UTF-8."""
+    """Write a table that is not UTF-8."""
     (tmp_path / "a.csv").write_text("Vorher;Nachher\nküche.png;bad.png\n", encoding="cp1252")
     return tmp_path / "a.csv"
 

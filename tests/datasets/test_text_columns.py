@@ -1,4 +1,4 @@
-"""Which text column holds captions of a change: tables as edit corpora and their users write them."""
+"""Find the text columns with captions of a change, in tables like those of published edit datasets."""
 
 import json
 from pathlib import Path

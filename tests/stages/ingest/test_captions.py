@@ -1,4 +1,4 @@
-"""Captions that no person wrote are counted by kind; what people write has no mark."""
+"""Captions that were probably not written by a person are counted by kind. Ordinary captions are not counted."""
 
 from typing import get_args
 
