@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from m3diff.datasets.odd_captions import OddCaptions, select_unconfirmed
-from m3diff.datasets.placeholders import says_nothing
+from m3diff.datasets.placeholders import is_placeholder
 from m3diff.datasets.questions import IMAGE_PLACEHOLDER, asks_what_changed
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import Fault
@@ -96,7 +96,7 @@ def find_doubts(
 def _doubts_about_printed_lists(captions: Sequence[Caption]) -> Iterator[Doubt]:
     """Check for captions that are lists or objects printed as text. If there are any, yield a doubt."""
     printed_lists = [
-        (row, text.strip()) for row, text in captions if PRINTED_LIST.fullmatch(text) and not says_nothing(text)
+        (row, text.strip()) for row, text in captions if PRINTED_LIST.fullmatch(text) and not is_placeholder(text)
     ]
     if printed_lists:
         _, example = printed_lists[0]
@@ -204,7 +204,7 @@ def _doubts_about_placeholders(captions: Sequence[Caption], no_caption: Sequence
     for row, text in captions:
         plain_text = text.strip()
         is_listed = plain_text.casefold() in listed_texts
-        if says_nothing(text) and not is_listed and (plain_text or row.split == "test"):
+        if is_placeholder(text) and not is_listed and (plain_text or row.split == "test"):
             placeholders.append((row, text))
     if not placeholders:
         return

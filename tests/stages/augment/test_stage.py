@@ -35,7 +35,7 @@ from tests import toy
 from tests.chat import Server, chat_server
 from tests.errors import raises
 from tests.layouts import run_ingest, run_validate
-from tests.stages.augment.toys import KINDS, SCENES, compute, draw, edits, entry
+from tests.stages.augment.toys import KINDS, SCENES, compute, draw, edits_entry, entry
 from tests.test_dependencies import set_params
 from tests.toy import REPOSITORY
 
@@ -176,7 +176,7 @@ def augment_until_killed(raw: Path, folder: Path, edits_before_kill: int) -> Non
         return real_edit(self, *arguments)
 
     DrawnEditor.edit = edit
-    augment("made", edits(raw, folder / "made"), compute(folder / "runs"))
+    augment("made", edits_entry(raw, folder / "made"), compute(folder / "runs"))
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_a_killed_run_continues_and_ends_like_an_undisturbed_one(raw, datasets, 
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "made").exists()
-    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    augment("made", edits_entry(raw, tmp_path / "made"), compute(tmp_path / "runs"))
     assert len(edit_calls) == 2 * SCENES - 23
     assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(datasets["edits"][0])
 
@@ -214,7 +214,7 @@ def test_a_root_with_foreign_files_is_refused_before_any_work(files, code, path,
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     with raises(DataError, code, path=tmp_path / path, value=value):
-        augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+        augment("made", edits_entry(raw, tmp_path / "made"), compute(tmp_path / "runs"))
     assert all((tmp_path / name).read_text() == text for name, text in files.items())
     assert not (tmp_path / "runs").exists()
 
@@ -222,12 +222,12 @@ def test_a_root_with_foreign_files_is_refused_before_any_work(files, code, path,
 def test_an_earlier_dataset_is_replaced_whole_or_left(raw, datasets, tmp_path, monkeypatch):
     root = tmp_path / "made"
     for changes in ({"edits": 3}, {}):
-        augment("made", edits(raw, root, **changes), compute(tmp_path / "runs"))
+        augment("made", edits_entry(raw, root, **changes), compute(tmp_path / "runs"))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made.json", "runs"]
     assert sha256_of_folder(root) == sha256_of_folder(datasets["edits"][0])
     monkeypatch.setattr("shutil.copyfile", lambda *_: (root / "no/such/file").touch())
     with pytest.raises(OSError, match="No such file"):
-        augment("made", edits(raw, root, seed=4), compute(tmp_path / "runs"))
+        augment("made", edits_entry(raw, root, seed=4), compute(tmp_path / "runs"))
     assert sha256_of_folder(root) == sha256_of_folder(datasets["edits"][0])
 
 
@@ -254,7 +254,7 @@ def test_answers_of_an_endpoint_are_kept_and_no_question_is_repeated(raw, tmp_pa
         server.replies |= {"box": [{"content": None, "refusal": "I cannot"}], "cone": ['{"texts": 3}']}
         writer = {"kind": "endpoint", "url": server.url, "model": "m"}
         for name in ("one", "two"):
-            cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
+            cfg = edits_entry(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
             reports.append(augment("made", cfg, compute(tmp_path / "runs")))
             request_counts.append(len(server.asked))
     assert reports[0] == reports[1]
@@ -270,7 +270,7 @@ def test_answers_of_an_endpoint_are_kept_and_no_question_is_repeated(raw, tmp_pa
 def test_texts_of_another_writer_are_refused_unless_the_entry_allows_them(raw, tmp_path):
     def make(server: Server, name: str, **changes: Any) -> Any:
         writer = {"kind": "endpoint", "url": server.url, "model": "m", **changes}
-        cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 1})
+        cfg = edits_entry(raw, tmp_path / name, writer=writer, paraphrases={"train": 1})
         return augment("made", cfg, compute(tmp_path / "runs"))
 
     with chat_server('["of the first"]') as first_server, chat_server('["of the second"]') as second_server:

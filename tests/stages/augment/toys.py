@@ -44,7 +44,7 @@ def entry(kind: str, source: Path, root: Path, /, **changes: Any) -> Any:
     return TypeAdapter(AnySyntheticDataset).validate_python(values | KINDS[kind] | changes)
 
 
-def edits(source: Path, root: Path, /, **changes: Any) -> Any:
+def edits_entry(source: Path, root: Path, /, **changes: Any) -> Any:
     return entry("edits", source, root, **changes)
 
 
@@ -113,7 +113,7 @@ def original(folder: Path, name: str, text: str, split: Any = "train", caption: 
     return Original(name, split, f"scene {name}", image, f"digest of {name}", text, ["color"], caption)
 
 
-def captioned(number: float, caption: str, split: Any = "train", scene: str | None = None) -> Original:
+def captioned_image(number: float, caption: str, split: Any = "train", scene: str | None = None) -> Original:
     return Original(f"n{number}", split, scene or f"s{number}", Path(f"{number}.png"), f"d{number}", caption)
 
 
