@@ -142,11 +142,7 @@ def _doubts_about_single_words(rows: Sequence[Row]) -> Iterator[Doubt]:
     Args:
         rows: the rows that have a list of captions.
     """
-    rows_of_words = [
-        row
-        for row in rows
-        if len(row.references) > 3 and all(SINGLE_WORD.fullmatch(str(text)) for text in row.references)
-    ]
+    rows_of_words = [row for row in rows if _has_only_words(row)]
     if 2 * len(rows_of_words) > len(rows):
         first_row = rows_of_words[0]
         yield Doubt(
@@ -158,6 +154,11 @@ def _doubts_about_single_words(rows: Sequence[Row]) -> Iterator[Doubt]:
             ),
             [],
         )
+
+
+def _has_only_words(row: Row) -> bool:
+    """Return True if a row has more than three captions, and each of them is a single word or punctuation mark."""
+    return len(row.references) > 3 and all(SINGLE_WORD.fullmatch(str(text)) for text in row.references)
 
 
 def _doubts_about_separators(captions: Sequence[Caption]) -> Iterator[Doubt]:
@@ -296,7 +297,9 @@ class _OneLineDumper(yaml.SafeDumper):
     """A YAML dumper that writes a text with line breaks on one line, in double quotes."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+        """Return the YAML node of a text."""
+        style = '"' if "\n" in data else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 _OneLineDumper.add_representer(str, _OneLineDumper.represent_str)

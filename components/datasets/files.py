@@ -490,8 +490,9 @@ def _format(value: Any, format_spec: str | None) -> str:
     """
     # pandas writes integers as floats such as 1.0 if the column has missing values
     whole_number = re.fullmatch(r"(\d+)(\.0+)?", str(value)) if format_spec else None
+    value_to_format = int(whole_number[1]) if whole_number else value
     try:
-        return format(int(whole_number[1]) if whole_number else value, format_spec or "")
+        return format(value_to_format, format_spec or "")
     except (TypeError, ValueError) as error:
         raise DataError(
             "datasets.value_does_not_fit_template", key="columns", value=describe(value), format=format_spec

@@ -323,8 +323,10 @@ class RowFilter:
     def __str__(self) -> str:
         conditions = []
         for column, values in self.accepted_values.items():
-            descriptions = ", ".join(map(_describe, values))
-            conditions.append(f"{column}: {descriptions}" if len(values) == 1 else f"{column}: [{descriptions}]")
+            description = ", ".join(map(_describe, values))
+            if len(values) != 1:
+                description = f"[{description}]"
+            conditions.append(f"{column}: {description}")
         return f"{self.option}: {{{', '.join(conditions)}}}"
 
     def notes(self) -> Iterator[str]:
@@ -346,8 +348,9 @@ class RowFilter:
         # A table with a single row does not show whether the filter distinguishes rows
         matches_all_rows = self.match_count == self.row_count > 1
         if not column_faults and (self.match_count == 0 or matches_all_rows):
+            code = "datasets.filter_matches_all_rows" if matches_all_rows else "datasets.filter_matches_no_row"
             yield Fault(
-                "datasets.filter_matches_all_rows" if self.match_count else "datasets.filter_matches_no_row",
+                code,
                 filter=str(self),
                 option=self.option,
                 rows=self.row_count,

@@ -179,10 +179,11 @@ def _match_varying_words(before_names: Sequence[str], after_names: Sequence[str]
 
 def _keys_without(words_of_name: Mapping[str, Words], positions: Container[int]) -> dict[str, Words]:
     """Return the keys of names without the words at the given positions."""
-    return {
-        name: _comparison_key([word for position, word in enumerate(words) if position not in positions])
-        for name, words in words_of_name.items()
-    }
+    keys = {}
+    for name, words in words_of_name.items():
+        kept_words = [word for position, word in enumerate(words) if position not in positions]
+        keys[name] = _comparison_key(kept_words)
+    return keys
 
 
 def _have_words(key_of_name: Mapping[str, Words]) -> bool:

@@ -185,12 +185,13 @@ def read(
 
     def read_rows() -> Iterator[Row]:
         for path, folder, file_split in _manifest_files(root, manifest, split_of_all):
+            split_columns = () if file_split else columns_of_field["split"]
             required_fields = _required_fields(columns_of_field, with_split=not file_split and not shares)
             header = _required_columns(required_fields, columns_of_field)
             for location, value in read_values(path, header, delimiter, rows):
                 if shares:
                     _refuse_split_column(path.parent / location, value, named_columns)
-                if not checks.selects(value, () if file_split else columns_of_field["split"]):
+                if not checks.selects(value, split_columns):
                     continue
                 fields, fault = _read_fields(value, columns_of_field, required_fields)
                 if pairs_only and fault and fault.code in CODES_OF_NO_PAIR:

@@ -106,8 +106,10 @@ class CandidateColumn:
                 split = split_of_cell(value) or split_in_name(value)
                 if split is not None:
                     split_of_value[value] = split
-        readings = readings_of_splits(dict(sorted(split_of_value.items())))
-        return [{value: split for value, split in reading.items() if value != split} for reading in readings]
+        options = []
+        for reading in readings_of_splits(dict(sorted(split_of_value.items()))):
+            options.append({value: split for value, split in reading.items() if value != split})
+        return options
 
     def __str__(self) -> str:
         common_values = self.counts.most_common(MAX_SHOWN_VALUES)
@@ -278,9 +280,9 @@ def _read_columns(path: Path, table_options: Mapping[str, Any], names: Sequence[
     parquet_columns: list[str] = []
     if path.suffix.lower() == ".parquet":
         # Reading embedded images would take most of the time
-        parquet_columns = [
-            column for column in column_names(path) if any(f"{name}.".startswith(f"{column}.") for name in names)
-        ]
+        for column_name in column_names(path):
+            if any(f"{name}.".startswith(f"{column_name}.") for name in names):
+                parquet_columns.append(column_name)
     delimiter = table_options.get("delimiter")
     for _, row in read_values(path, (), delimiter, table_options.get("rows", ""), parquet_columns or None):
         if not isinstance(row, dict):

@@ -103,13 +103,12 @@ def _read_lines(root: Path, file: str) -> Iterator[_InstructionLine]:
     for number, line in enumerate(read_text(root / file).split("\n"), 1):
         if line.strip():
             idx, separator, text = line.partition(SEPARATOR)
-            is_usable = bool(separator) and idx.strip().isdecimal()
-            yield _InstructionLine(
-                source=f"{file}, line {number}",
-                idx=int(idx) if is_usable else None,
-                text=text.strip(),
-                fault=None if is_usable else spec.unexpected("line", f"'<number> {SEPARATOR} <text>'", line),
-            )
+            source = f"{file}, line {number}"
+            if separator and idx.strip().isdecimal():
+                yield _InstructionLine(source, int(idx), text.strip(), fault=None)
+            else:
+                fault = spec.unexpected("line", f"'<number> {SEPARATOR} <text>'", line)
+                yield _InstructionLine(source, None, text.strip(), fault)
 
 
 PUBLISHED = spec.Published(

@@ -239,7 +239,9 @@ def _caption_columns(values: Mapping[str, list[Any]]) -> list[list[str]]:
         return [[_path_to_texts(name, values[name])] for name in candidates]
 
     has_caption_header = any(CAPTION_WORDS.intersection(words_in(name)) for name in _columns_without_questions(values))
-    names_without_numbers = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in candidates}
+    names_without_numbers = set()
+    for name in candidates:
+        names_without_numbers.add(tuple(word for word in words_in(name) if not word.isdecimal()))
     if has_caption_header and len(names_without_numbers) == 1:
         # caption_1, caption_2
         return [sorted(candidates, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]

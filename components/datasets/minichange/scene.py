@@ -316,8 +316,10 @@ class SceneSampler:
     def move_camera(self, view: View, word: str) -> View:
         """Return the view after a camera movement: "left", "right", "up", "down", "in" or "out"."""
         if word in ZOOM_FACTORS:
-            factor = ZOOM_FACTORS[word]
-            return replace(view, zoom=view.zoom * factor if self.level == "free" else factor)
+            zoom = ZOOM_FACTORS[word]
+            if self.level == "free":
+                zoom = view.zoom * zoom
+            return replace(view, zoom=zoom)
         x, y = MOVE_DIRECTIONS[word]
         return replace(view, x=view.x + self.move_distance * x, y=view.y + self.move_distance * y)
 
@@ -326,7 +328,8 @@ class SceneSampler:
         if self.level == "free":
             factor = self.dark_brightness if word == "out" else 1 / self.dark_brightness
             return replace(view, brightness=view.brightness * factor)
-        return replace(view, brightness=self.dark_brightness if word == "out" else FULL_BRIGHTNESS)
+        brightness = self.dark_brightness if word == "out" else FULL_BRIGHTNESS
+        return replace(view, brightness=brightness)
 
     def jitter(self, rng: np.random.Generator, view: View) -> View:
         """Return the view with small changes of camera, light and noise, which references never mention."""
@@ -589,7 +592,9 @@ def _sample_position(rng: np.random.Generator, view: View) -> tuple[int, float, 
 
 def place_of_point(point: tuple[float, float]) -> int:
     """Return the index into PLACE_NAMES of a point in the frame."""
-    column, row = (sum(value > border for border in THIRD_BORDERS) for value in point)
+    x, y = point
+    column = sum(x > border for border in THIRD_BORDERS)
+    row = sum(y > border for border in THIRD_BORDERS)
     return column + 3 * row
 
 

@@ -582,8 +582,9 @@ def augment(name: str, cfg: AnySyntheticDataset, compute: Compute) -> AugmentRep
         print(f"augment: {name}: made from {notice}", flush=True)
     _refuse_foreign_files(cfg.root)
     compute.scratch.mkdir(parents=True, exist_ok=True)
+    pairs_per_row = cfg.edits if isinstance(cfg, Edits) else 1
     with tempfile.TemporaryDirectory(dir=compute.scratch, prefix="augment-") as unpacked_images:
-        result = AugmentResult(pairs_per_row=cfg.edits if isinstance(cfg, Edits) else 1)
+        result = AugmentResult(pairs_per_row)
         originals = _make_pairs(cfg, compute, Path(unpacked_images), result)
         report = _make_report(name, cfg.kind, result)
         if not result.pairs:
@@ -609,7 +610,8 @@ def _make_pairs(
     writer: Writer = GrammarWriter()
     if cfg.writer.kind == "endpoint":
         writer = LanguageModel(cfg.writer, cfg.seed, compute.scratch / "answers.jsonl")
-    device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
+    precision: Literal["bf16", "fp32"] = "bf16" if compute.gpu else "fp32"
+    device = Device(gpu=compute.gpu, precision=precision)
     if isinstance(cfg, Edits):
         editor: Editor
         editor = DrawnEditor(cfg.source.root) if cfg.editor.kind == "drawn" else Pix2PixEditor(cfg.editor, device)

@@ -137,6 +137,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     for split in SPLITS:
         _write_shards(samples.filter(split=split), out / split)
     is_paper_mixture = set(PAPER_DATASETS) == set(names)
+    published = {name: training_counts()[name] for name in names} if is_paper_mixture else {}
     return ConvertReport(
         stage="convert",
         rows_in=records.height,
@@ -144,7 +145,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
-        published={name: training_counts()[name] for name in names} if is_paper_mixture else {},
+        published=published,
     ).write(out / "report.json")
 
 

@@ -78,7 +78,8 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     shutil.rmtree(folder, ignore_errors=True)
     records, annotation_rows = to_records(name, entry, unpack_images(rows, folder / "images"))
     if not records:
-        raise DataError("ingest.no_captioned_pair" if rows else "ingest.no_pair", dataset=name, path=entry.root)
+        code = "ingest.no_captioned_pair" if rows else "ingest.no_pair"
+        raise DataError(code, dataset=name, path=entry.root)
     images = _add_digests(name, records, image_cache)
 
     folder.mkdir(parents=True, exist_ok=True)
