@@ -1,5 +1,8 @@
-"""Ways in which a dataset can be bad. Each is refused with file, place and rule named, or its rows go to
-quarantine with their source and reason and nothing is lost, or it is taken as it was meant. Nothing crashes."""
+"""Damaged datasets.
+
+Each damage has one of three effects: the dataset is refused with an error that names the file; the damaged rows go to
+quarantine with their source and reason, and the other rows are kept; or the data are read as their author meant them.
+"""
 
 import errno
 import os
@@ -259,13 +262,13 @@ def crlf(root: Path) -> None:
 
 
 def turned(root: Path) -> None:
-    """A JPEG that is stored lying and says so (EXIF orientation 6), under a name that says PNG."""
+    """Save a JPEG that is rotated by its EXIF orientation, under a file name that ends in .png."""
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (20, 10)).save(root / "0.png", "JPEG", exif=exif)
 
 
-TAKEN: list[tuple[str, str, Change]] = [
+ACCEPTED: list[tuple[str, str, Change]] = [
     ("a byte order mark", "csv", bom),
     ("CRLF in CSV", "csv", crlf),
     ("CRLF in JSON Lines", "jsonl", crlf),
@@ -323,7 +326,7 @@ def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, case):
 
 
 @pytest.mark.fault("17")
-@pytest.mark.parametrize(("layout", "change"), [c[1:] for c in TAKEN], ids=[c[0] for c in TAKEN])
+@pytest.mark.parametrize(("layout", "change"), [c[1:] for c in ACCEPTED], ids=[c[0] for c in ACCEPTED])
 def test_harmless_forms_are_read_as_they_were_meant(tmp_path, layout, change):
     build(tmp_path, layout, change)()
     report = run_validate(tmp_path)

@@ -1,4 +1,4 @@
-"""An image file is opened upright, and only where its bytes are the ones that were meant."""
+"""Image files are opened upright, in RGB, and only if their content is the expected one."""
 
 import ast
 import contextlib
@@ -58,7 +58,7 @@ def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path) -> None:
 
 
 def png_chunks(width: int, height: int, bits: int, colour: int, pixels: bytes) -> bytes:
-    """A PNG file whose checksums are right, whatever its compressed pixels are."""
+    """Return a PNG file with correct checksums. The compressed pixels may be invalid."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -68,7 +68,7 @@ def png_chunks(width: int, height: int, bits: int, colour: int, pixels: bytes) -
 
 
 def png(bits: int, colour: int, rows: list[bytes]) -> bytes:
-    """A PNG file by hand; colour 0: grey, 2: RGB, 4: grey with alpha, 6: RGB with alpha."""
+    """Return a PNG file. Its colour is 0: grey, 2: RGB, 4: grey with alpha, or 6: RGB with alpha."""
     width = len(rows[0]) // ({0: 1, 2: 3, 4: 2, 6: 4}[colour] * bits // 8)
     return png_chunks(width, len(rows), bits, colour, zlib.compress(b"".join(b"\0" + row for row in rows)))
 
@@ -84,16 +84,16 @@ def test_grey_of_16_bits_is_scaled_to_8(format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("colour", "values", "seen"),
+    ("colour", "values", "rgb"),
     [
         (2, (0xFFFF, 0x8000, 0x0100), (255, 128, 1)),
         (6, (0xFFFF, 0x8000, 0, 0), (255,) * 3),
         (4, (0x8000, 0xFFFF), (128,) * 3),
     ],
 )
-def test_colours_of_16_bits_keep_their_high_byte(colour: int, values: tuple[int, ...], seen: tuple[int, ...]) -> None:
+def test_colours_of_16_bits_keep_their_high_byte(colour: int, values: tuple[int, ...], rgb: tuple[int, ...]) -> None:
     row = struct.pack(f">{len(values)}H", *values)
-    assert load_image(io.BytesIO(png(16, colour, [row]))).getpixel((0, 0)) == seen
+    assert load_image(io.BytesIO(png(16, colour, [row]))).getpixel((0, 0)) == rgb
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
@@ -176,23 +176,28 @@ def test_a_decompression_bomb_is_refused(file: Path, monkeypatch: pytest.MonkeyP
     assert "decompression bomb" in caught.value.fields["cause"], "Pillow's own words"
 
 
-SEEN = np.random.default_rng(4).integers(20, 230, (12, 12, 3))
-"""A picture."""
+PICTURE = np.random.default_rng(4).integers(20, 230, (12, 12, 3))
 
 
 def tiff(bands: np.ndarray, *extra: int, **tags: list[int]) -> bytes:
-    """A TIFF by hand of bands [height, width, band]; extra bands are 0: unspecified, 1: premultiplied, 2: alpha."""
+    """Return a TIFF file with bands [height, width, band].
+
+    Args:
+        bands: the pixels.
+        extra: kinds of the extra bands; 0: unspecified, 1: premultiplied, 2: alpha.
+        tags: other tags by name.
+    """
     height, width, count = bands.shape
     size = bands.dtype.itemsize
     data = (np.moveaxis(bands, 2, 0) if tags.get("planar") == [2] else bands).astype(bands.dtype.newbyteorder("<"))
     parts = count if tags.get("planar") == [2] else 1
     tags |= {"tile_length": tags["tile"]} if "tile" in tags else {}
     length = height * width * count * size // parts
-    known = {"photometric": 262, "planar": 284, "palette": 320, "width": 256, "bits": 258}
-    known |= {"tile": 322, "tile_length": 323}
+    tag_numbers = {"photometric": 262, "planar": 284, "palette": 320, "width": 256, "bits": 258}
+    tag_numbers |= {"tile": 322, "tile_length": 323}
     fields: dict[int, list[int]] = {256: [width], 257: [height], 258: [8 * size] * count, 259: [1], 277: [count]}
     fields |= {262: [2 if count > 2 else 1], 278: [height], 279: [length] * parts, 273: [0] * parts}
-    fields |= {known[name]: value for name, value in tags.items()} | ({338: list(extra)} if extra else {})
+    fields |= {tag_numbers[name]: value for name, value in tags.items()} | ({338: list(extra)} if extra else {})
     far = {tag: 4 * len(values) for tag, values in fields.items() if len(values) > 1}
     start = 8 + 2 + 12 * len(fields) + 4
     pixels = start + sum(far.values())
@@ -207,16 +212,16 @@ def tiff(bands: np.ndarray, *extra: int, **tags: list[int]) -> bytes:
     return b"II*\0" + struct.pack("<LH", 8, len(fields)) + entries + bytes(4) + after + data.tobytes()
 
 
-def with_band(band: object, colours: np.ndarray = SEEN, bits: int = 8) -> np.ndarray:
-    band = np.broadcast_to(np.asarray(band), SEEN.shape[:2])[..., None]
+def with_band(band: object, colours: np.ndarray = PICTURE, bits: int = 8) -> np.ndarray:
+    band = np.broadcast_to(np.asarray(band), PICTURE.shape[:2])[..., None]
     return np.concatenate([colours, band], axis=2).astype(np.uint8 if bits == 8 else np.uint16)
 
 
 NEAR_INFRARED = np.random.default_rng(5).integers(30, 256, (12, 12))
 CUT_OUT = np.where(np.arange(12) < 8, 255, 0)  # of columns
 CORNER = np.where(np.arange(144).reshape(12, 12), 255, 0)
-WHITE_OUT = np.where(CUT_OUT[:, None] == 255, SEEN, 255)
-GREY = SEEN[..., :1]
+WHITE_OUT = np.where(CUT_OUT[:, None] == 255, PICTURE, 255)
+GREY = PICTURE[..., :1]
 TWO = GREY.reshape(12, 6, 2) * 4095 // 255  # pixels of 12 bits in three bytes
 PACKED = np.stack([TWO[..., 0] >> 4, (TWO[..., 0] & 15) << 4 | TWO[..., 1] >> 8, TWO[..., 1] & 255], axis=2)
 PACKED = PACKED.astype(np.uint8).reshape(12, 18, 1)
@@ -229,36 +234,36 @@ def saved(kind: str, mode: str, bands: np.ndarray, **options: object) -> bytes:
     return file.getvalue()
 
 
+# Files and the pixels that are read from them. If the pixels are None, the file only must not be refused
 READ: dict[str, tuple[bytes, np.ndarray | None]] = {
-    "near infrared without a tag": (tiff(with_band(NEAR_INFRARED)), SEEN),
-    "near infrared said to be alpha, as GDAL and tifffile write": (tiff(with_band(NEAR_INFRARED), 2), SEEN),
-    "near infrared, nothing at the edges": (tiff(with_band(NEAR_INFRARED * (CUT_OUT > 0)), 2), SEEN),
-    "near infrared of 16 bits": (tiff(with_band(NEAR_INFRARED, SEEN, 16) * 257, 2), SEEN),
-    "near infrared in JPEG 2000": (saved("JPEG2000", "RGBA", with_band(NEAR_INFRARED)), SEEN),
+    "near infrared without a tag": (tiff(with_band(NEAR_INFRARED)), PICTURE),
+    "near infrared said to be alpha, as GDAL and tifffile write": (tiff(with_band(NEAR_INFRARED), 2), PICTURE),
+    "near infrared, nothing at the edges": (tiff(with_band(NEAR_INFRARED * (CUT_OUT > 0)), 2), PICTURE),
+    "near infrared of 16 bits": (tiff(with_band(NEAR_INFRARED, PICTURE, 16) * 257, 2), PICTURE),
+    "near infrared in JPEG 2000": (saved("JPEG2000", "RGBA", with_band(NEAR_INFRARED)), PICTURE),
     "two polarisations": (tiff(with_band(NEAR_INFRARED, GREY), 2), GREY.repeat(3, axis=2)),
-    "two bands more": (tiff(np.concatenate([with_band(NEAR_INFRARED), GREY], axis=2).astype(np.uint8), 2, 0), SEEN),
+    "two bands more": (tiff(np.concatenate([with_band(NEAR_INFRARED), GREY], axis=2).astype(np.uint8), 2, 0), PICTURE),
     "alpha": (tiff(with_band(CUT_OUT), 2), WHITE_OUT),
     "alpha without a tag": (tiff(with_band(CUT_OUT)), WHITE_OUT),
-    "premultiplied alpha": (tiff(with_band(CUT_OUT, SEEN * (CUT_OUT[:, None] > 0)), 1), WHITE_OUT),
-    "half of it, premultiplied": (tiff(with_band(128, SEEN // 4), 1), SEEN // 4 + 127),
+    "premultiplied alpha": (tiff(with_band(CUT_OUT, PICTURE * (CUT_OUT[:, None] > 0)), 1), WHITE_OUT),
+    "half of it, premultiplied": (tiff(with_band(128, PICTURE // 4), 1), PICTURE // 4 + 127),
     "12 bits, packed": (tiff(PACKED, width=[12], bits=[12]), GREY.repeat(3, axis=2)),
-    "an empty canvas": (saved("PNG", "RGBA", with_band(0, SEEN * 0)), SEEN * 0 + 255),
-    "a page with round corners": (saved("PNG", "RGBA", with_band(CORNER, SEEN * 0 + 255)), None),
-    "a mask in alpha": (saved("PNG", "RGBA", with_band(CUT_OUT, SEEN * 0)), np.where(CUT_OUT[:, None], 0, 255)),
-    "an even picture of 16 bits": (tiff(GREY.astype(np.uint16) * 0 + 3000), SEEN * 0 + 12),
+    "an empty canvas": (saved("PNG", "RGBA", with_band(0, PICTURE * 0)), PICTURE * 0 + 255),
+    "a page with round corners": (saved("PNG", "RGBA", with_band(CORNER, PICTURE * 0 + 255)), None),
+    "a mask in alpha": (saved("PNG", "RGBA", with_band(CUT_OUT, PICTURE * 0)), np.where(CUT_OUT[:, None], 0, 255)),
+    "an even picture of 16 bits": (tiff(GREY.astype(np.uint16) * 0 + 3000), PICTURE * 0 + 12),
     "a dim picture of 16 bits": (tiff(GREY.astype(np.uint16) * 64), None),
 }
-"""Files and how they are seen; None: not refused."""
 
 
-@pytest.mark.parametrize(("data", "wanted"), READ.values(), ids=READ)
-def test_a_picture_is_read_by_its_bands(data: bytes, wanted: np.ndarray | None) -> None:
+@pytest.mark.parametrize(("data", "pixels"), READ.values(), ids=READ)
+def test_a_picture_is_read_by_its_bands(data: bytes, pixels: np.ndarray | None) -> None:
     image = np.asarray(load_image(io.BytesIO(data))).astype(int)
-    if wanted is not None:
-        assert np.abs(image - wanted).max() <= 1
+    if pixels is not None:
+        assert np.abs(image - pixels).max() <= 1
 
 
-DEEP = SEEN.astype(np.uint16)
+DEEP = PICTURE.astype(np.uint16)
 FOURTH_BAND = {"band": "fourth band"}
 BLACK = "images.all_nearly_black"
 ROWS_OF_16_BITS = [row.astype(">u2").tobytes() for row in DEEP[..., 0]]
@@ -268,12 +273,12 @@ PALETTE_OF_8_BITS = [*range(256)] * 3
 LOST: dict[str, tuple[bytes, str, dict[str, object]]] = {
     "nothing opaque": (saved("PNG", "RGBA", with_band(0)), "images.blank", {**FOURTH_BAND, "highest_alpha": 0}),
     "next to nothing": (
-        saved("PNG", "RGBA", with_band(SEEN[..., 0] % 6)),
+        saved("PNG", "RGBA", with_band(PICTURE[..., 0] % 6)),
         "images.blank",
         {**FOURTH_BAND, "highest_alpha": 5},
     ),
     "white on nothing": (
-        saved("PNG", "RGBA", with_band(255 - CUT_OUT, SEEN * 0 + 255)),
+        saved("PNG", "RGBA", with_band(255 - CUT_OUT, PICTURE * 0 + 255)),
         "images.blank",
         FOURTH_BAND,
     ),
@@ -286,7 +291,7 @@ LOST: dict[str, tuple[bytes, str, dict[str, object]]] = {
     "8 bits in 16, PNG": (png(16, 0, ROWS_OF_16_BITS), BLACK, {}),
     "8 bits in 16 in colour": (tiff(DEEP), BLACK, {}),
     "12 bits of 16 in colour, PNG": (png(16, 2, ROWS_OF_12_BITS_IN_COLOUR), BLACK, {}),
-    "12 bits and near infrared": (tiff(with_band(NEAR_INFRARED, SEEN, 16) * 16, 2), BLACK, {}),
+    "12 bits and near infrared": (tiff(with_band(NEAR_INFRARED, PICTURE, 16) * 16, 2), BLACK, {}),
     "8 bits in a palette": (tiff(GREY.astype(np.uint8), photometric=[3], palette=PALETTE_OF_8_BITS), BLACK, {}),
     "four bands of no colour": (tiff(with_band(9), 0, 0, 0, photometric=[1]), "images.unknown_format", {}),
     "16 bits stored apart": (tiff(DEEP * 257, planar=[2]), "images.separate_16_bit_bands", {}),
@@ -311,13 +316,17 @@ DAMAGES = 60
 
 
 def damaged(kind: str) -> Iterator[bytes]:
-    """One picture's file in a format or a compression of TIFF, cut off or with other bytes, mostly in its header."""
+    """Yield damaged copies of an image file. They are cut off, or some bytes, mostly in the header, are replaced.
+
+    Args:
+        kind: a format, or a compression of TIFF.
+    """
     options = {"compression": kind} if kind in COMPRESSIONS else {}
-    whole = io.BytesIO()
+    file = io.BytesIO()
     rng = random.Random(kind)
-    noise_image(1, (24, 20)).save(whole, "TIFF" if options else kind, **options)
+    noise_image(1, (24, 20)).save(file, "TIFF" if options else kind, **options)
     for number in range(DAMAGES):
-        data = bytearray(whole.getvalue())
+        data = bytearray(file.getvalue())
         if number % 3 == 0:
             del data[rng.randrange(len(data)) :]
         for _ in range(1 + number % 4 if number % 3 else 0):
@@ -349,17 +358,18 @@ def test_postscript_that_is_called_png_starts_no_program(tmp_path: Path, monkeyp
 
 
 def test_no_file_is_opened_without_the_formats_that_it_may_have() -> None:
-    """Pillow alone takes any format that it knows, and starts other programs for some."""
-    opened = {}
+    """Without this argument, Pillow accepts any format that it knows, and starts other programs for some of them."""
+    names_formats = {}
     for folder in ("components", "benchmarks", "flows", "infra"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
             for call in calls:
                 if ast.unparse(call.func).endswith("Image.open"):
-                    opened[f"{path}:{call.lineno}"] = any(keyword.arg == "formats" for keyword in call.keywords)
+                    has_formats = any(keyword.arg == "formats" for keyword in call.keywords)
+                    names_formats[f"{path}:{call.lineno}"] = has_formats
             assert "from PIL.Image import open" not in path.read_text(), path
-    assert opened
-    assert [place for place, named in opened.items() if not named] == []
+    assert names_formats
+    assert [location for location, has_formats in names_formats.items() if not has_formats] == []
 
 
 @pytest.mark.parametrize(("size", "limit"), [((1, 300), 89_999), ((300, 1), 89_999), ((300, 300), 89_999)])

@@ -1,4 +1,4 @@
-"""Pictures that would lose their content: damaged, of too small a range, in other colours, or none at all."""
+"""Image files that would lose content: damaged, with too small a range of values, in other colours, or no image."""
 
 import io
 import struct
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
+from PIL.PngImagePlugin import PngInfo
 
 from m3diff.images import jpeg
 from m3diff.images.check import OK, check_image
@@ -148,6 +149,44 @@ def test_a_copy_without_simplejpeg_reads_jpegs_by_pillow(monkeypatch: pytest.Mon
     assert np.array_equal(np.asarray(load_image(io.BytesIO(data))), np.asarray(Image.open(io.BytesIO(data))))
 
 
+# Damaged PNGs
+
+
+def flip_bit(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 16]) + data[position + 1 :]
+
+
+def png_with_pixels_that_pillow_decodes_to_wrong_colours() -> bytes:
+    data = encode(EVEN_GROUND)
+    start = data.index(b"IDAT") + 4
+    for position in range(start + 200, len(data) - 20):
+        damaged_data = flip_bit(data, position)
+        try:
+            pixels = np.asarray(Image.open(io.BytesIO(damaged_data)))
+        except OSError:
+            continue
+        if not np.array_equal(pixels, EVEN_GROUND):
+            return damaged_data
+    raise AssertionError("Pillow notices every damage, so that the check of the checksum is not needed")
+
+
+def test_a_png_with_damaged_pixels_is_refused_with_its_name(tmp_path: Path) -> None:
+    data = png_with_pixels_that_pillow_decodes_to_wrong_colours()
+    assert verdict(data, tmp_path) == Message("images.undecodable")
+    with raises(ImageError, "images.unreadable", path=str(tmp_path / "a.png")):
+        load_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
+def test_a_png_with_several_pixel_chunks_and_another_one_is_sound(mode: str, tmp_path: Path) -> None:
+    other_chunk = PngInfo()
+    other_chunk.add(b"teSt", b"after the pixels", after_idat=True)
+    pixels = np.random.default_rng(7).integers(0, 255, (300, 300, 3)).astype(np.uint8)
+    data = encode(pixels, mode=mode, pnginfo=other_chunk)
+    assert data.count(b"IDAT") > 1
+    assert verdict(data + b"trailing bytes", tmp_path) == OK
+
+
 # Ranges of 16 bits
 
 GROUND = RANDOM.integers(300, 3000, (64, 64)).astype(np.uint16)
@@ -162,24 +201,24 @@ def marked(rows: slice, columns: slice, value: int, ground: np.ndarray = GROUND)
     return levels
 
 
-WHOLE = slice(None)
-FIRST = slice(0, 1)
+ALL_LINES = slice(None)
+FIRST_LINE = slice(0, 1)
 DARK = {
-    "one saturated pixel": marked(FIRST, FIRST, 65535),
-    "a saturated column": marked(WHOLE, FIRST, 65535),
-    "a third without data": marked(slice(0, 21), WHOLE, 65535),
-    "no data is 0": marked(slice(0, 8), WHOLE, 0, marked(FIRST, FIRST, 65535)),
-    "no data is 32,767": marked(slice(0, 9), WHOLE, 32767),
-    "no data is -9,999": marked(slice(0, 9), WHOLE, 65536 - 9999),
-    "a bright column below saturation": marked(WHOLE, FIRST, 52000),
-    "two hot pixels of other values": marked(FIRST, slice(0, 2), 40000),
-    "8 bits in 16 and a saturated pixel": marked(FIRST, FIRST, 65535, GROUND // 12),
-    "12 bits in 16 and a saturated border": marked(WHOLE, slice(60, 64), 65535, (GROUND * 1.3).astype(np.uint16)),
+    "one saturated pixel": marked(FIRST_LINE, FIRST_LINE, 65535),
+    "a saturated column": marked(ALL_LINES, FIRST_LINE, 65535),
+    "a third without data": marked(slice(0, 21), ALL_LINES, 65535),
+    "no data is 0": marked(slice(0, 8), ALL_LINES, 0, marked(FIRST_LINE, FIRST_LINE, 65535)),
+    "no data is 32,767": marked(slice(0, 9), ALL_LINES, 32767),
+    "no data is -9,999": marked(slice(0, 9), ALL_LINES, 65536 - 9999),
+    "a bright column below saturation": marked(ALL_LINES, FIRST_LINE, 52000),
+    "two hot pixels of other values": marked(FIRST_LINE, slice(0, 2), 40000),
+    "8 bits in 16 and a saturated pixel": marked(FIRST_LINE, FIRST_LINE, 65535, GROUND // 12),
+    "12 bits in 16 and a saturated border": marked(ALL_LINES, slice(60, 64), 65535, (GROUND * 1.3).astype(np.uint16)),
 }
 IN_RANGE = {
     "a night with a lamp": NIGHT,
-    "black and white alone": marked(slice(0, 21), WHOLE, 65535, GROUND * 0),
-    "a white page": marked(slice(0, 60), WHOLE, 65535),
+    "black and white alone": marked(slice(0, 21), ALL_LINES, 65535, GROUND * 0),
+    "a white page": marked(slice(0, 60), ALL_LINES, 65535),
     "an even dark picture": GROUND * 0 + 2000,
     "the whole range": GROUND * 20,
     "14 bits": GROUND * 5,
@@ -219,7 +258,7 @@ P3 = {
 
 
 def wide_profile() -> bytes:
-    """The sRGB profile with the colorants of Display P3, as iPhones write."""
+    """Return the sRGB profile with the colorants of Display P3, as iPhones write it."""
     data = bytearray(SRGB)
     for number in range(int.from_bytes(data[128:132], "big")):
         entry = 132 + 12 * number
@@ -256,7 +295,7 @@ def test_colours_of_a_wide_profile_are_those_of_srgb(kind: str) -> None:
 
 
 def linear_grey() -> bytes:
-    """A profile of grey whose levels are amounts of light."""
+    """Return a grey profile whose levels are proportional to light."""
     tags = {
         b"wtpt": b"XYZ " + bytes(4) + struct.pack(">3i", 63190, 65536, 54061),
         b"kTRC": b"curv" + bytes(8),

@@ -28,9 +28,8 @@ VAGUE_WORDS = frozenset({
 # fmt: on
 # Names that are allowed in a file or below a folder, with the reason
 ALLOWED_NAMES = {
-    ("components/datasets/minichange", "place"): "where an object is in a scene; the captions' grammar has the word",
-    ("components/datasets/minichange", "places"): "the plural of it",
     ("components/scoring/grammar.py", "place"): "a field of a change, beside type and object; reports have the word",
+    ("components/stages/augment/stage.py", "made"): "a key of the manifest of made pairs",
     ("components/models/settings.py", "place"): "a key of params.yaml: where the delta tokens are put",
     ("benchmarks/pictures.py", "left"): "the left edge of a crop, beside its top",
 }

@@ -30,20 +30,20 @@ def read(
 ) -> Iterator[spec.Row]:
     """Yield one row per pair and split, at the position of its first paragraph. Broken rows are not merged."""
 
-    def row(_: object, where: str, line: dict[str, str]) -> spec.Row:
+    def make_row(_: object, source: str, line: dict[str, str]) -> spec.Row:
         split = line["split"]
-        ids = []
+        photo_ids = []
         for column in COLUMNS[:2]:
-            photo = line[column].rstrip("/").rsplit("/", 1)[-1]
-            if not photo.isdecimal():
+            photo_id = line[column].rstrip("/").rsplit("/", 1)[-1]
+            if not photo_id.isdecimal():
                 expected = "https://www.inaturalist.org/photos/<number>"
-                return spec.broken_row(split, where, spec.unexpected(column, expected, line[column]))
-            ids.append(photo)
-        name = "_".join(ids)
-        (before, after) = (f"{images}/{photo}{suffix}" for photo in ids)
-        return spec.Row(name, split, name, before, after, [line["description"]], [], where)
+                return spec.broken_row(split, source, spec.unexpected(column, expected, line[column]))
+            photo_ids.append(photo_id)
+        name = "_".join(photo_ids)
+        before, after = (f"{images}/{photo_id}{suffix}" for photo_id in photo_ids)
+        return spec.Row(name, split, name, before, after, [line["description"]], [], source)
 
-    return spec.merge_rows(spec.make_rows(None, read_values(root / manifest, COLUMNS), {}, row))
+    return spec.merge_rows(spec.make_rows(None, read_values(root / manifest, COLUMNS), {}, make_row))
 
 
 PUBLISHED = spec.Published(
@@ -53,8 +53,8 @@ PUBLISHED = spec.Published(
     spec.SplitCount(325, 1_556, repeated=6),
     spec.SplitCount(337, 1_604),
 )
-CITED = spec.Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it")
-IDC = "yaolinli/IDC: eval/eval_models.py"
+WITH_CREDIT = spec.Permission("conditions", "credit the authors; iNaturalist states the licence of each photo")
+IDC_SOURCE = "yaolinli/IDC: eval/eval_models.py"
 SPEC = spec.DatasetSpec(
     title="Birds-to-Words",
     page="https://github.com/google-research-datasets/birds-to-words",
@@ -62,9 +62,11 @@ SPEC = spec.DatasetSpec(
     licence=spec.Licence(
         name="CC BY-SA 4.0",
         url="https://creativecommons.org/licenses/by-sa/4.0/",
-        train=CITED,
-        redistribute=spec.Permission("conditions", "texts: credit the authors, same licence; the photos are not in it"),
-        show=CITED,
+        train=WITH_CREDIT,
+        redistribute=spec.Permission(
+            "conditions", "texts: credit the authors, same licence; the licence does not cover the photos"
+        ),
+        show=WITH_CREDIT,
     ),
     read=read,
     files=("birds-to-words-v1.0.tsv",),
@@ -72,6 +74,6 @@ SPEC = spec.DatasetSpec(
     published=(PUBLISHED,),
     protocols=(
         spec.Protocol("test", n=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"),
-        spec.Protocol("whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source=IDC),
+        spec.Protocol("whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source=IDC_SOURCE),
     ),
 )

@@ -38,24 +38,26 @@ def read(root: Path) -> Iterator[spec.Row]:
     types_of_image = _read_types(root / "type_mapping.json")
     keys_in_splits: set[str] = set()
 
-    def pairs_of(split: str, scene: int) -> Iterator[spec.Row]:
+    def make_rows(split: str, scene: int) -> Iterator[spec.Row]:
         number = f"{scene:06d}"
         key = f"CLEVR_default_{scene:06d}.png"
         keys_in_splits.add(key)
-        for file, after, end in PAIRS_OF_SCENE:
-            sides = (f"images/{key}", f"{after}_{number}.png")
+        for file, after_prefix, suffix in PAIRS_OF_SCENE:
+            before = f"images/{key}"
+            after = f"{after_prefix}_{number}.png"
             captions = captions_of_file[file].get(key, [])
-            types = [NO_CHANGE] if end else types_of_image[f"{number}.png"]
+            types = [NO_CHANGE] if suffix else types_of_image[f"{number}.png"]
             fault = None
             if key not in captions_of_file[file]:
                 fault = Fault("datasets.no_captions_of_scene", key="captions", file=file, value=key)
-            yield spec.Row(f"{number}.png{end}", split, number, *sides, captions, types, f"{file}, {key}", fault)
+            name = f"{number}.png{suffix}"
+            yield spec.Row(name, split, number, before, after, captions, types, f"{file}, {key}", fault)
 
-    yield from spec.rows_by_scene(root / "splits.json", pairs_of)
-    for file, _, end in PAIRS_OF_SCENE:
+    yield from spec.rows_by_scene(root / "splits.json", make_rows)
+    for file, _, suffix in PAIRS_OF_SCENE:
         for key in sorted(captions_of_file[file].keys() - keys_in_splits):
             fault = Fault("datasets.scene_without_split", key="split", file="splits.json")
-            yield spec.broken_row(None, f"{file}, {key}", fault, key, key + end)
+            yield spec.broken_row(None, f"{file}, {key}", fault, key, key + suffix)
 
 
 def _read_types(path: Path) -> dict[str, list[str]]:
@@ -72,8 +74,11 @@ def _read_types(path: Path) -> dict[str, list[str]]:
 PUBLISHED = spec.Published(
     "clevr_change", "CLEVR-Change", spec.SplitCount(67_660), spec.SplitCount(3_976), spec.SplitCount(7_970)
 )
-SCORED: dict[str, Any] = {"metrics": spec.METRICS_WITH_SPICE, "source": "Seth-Park/RobustChangeCaptioning: evaluate.py"}
-SEMANTIC = r"\d+\.png"
+SCORING: dict[str, Any] = {
+    "metrics": spec.METRICS_WITH_SPICE,
+    "source": "Seth-Park/RobustChangeCaptioning: evaluate.py",
+}
+IDS_WITH_CHANGE = r"\d+\.png"
 CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 SPEC = spec.DatasetSpec(
     title="CLEVR-Change",
@@ -85,15 +90,17 @@ SPEC = spec.DatasetSpec(
     published=(PUBLISHED,),
     references=493_735,
     protocols=(
-        spec.Protocol("total", n=PUBLISHED.test.pairs, **SCORED),
-        spec.Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=SEMANTIC, pairs="pairs with a change", **SCORED),
+        spec.Protocol("total", n=PUBLISHED.test.pairs, **SCORING),
+        spec.Protocol(
+            "semantic", n=PUBLISHED.test.pairs // 2, ids=IDS_WITH_CHANGE, pairs="pairs with a change", **SCORING
+        ),
         spec.Protocol(
             "distractor",
             n=PUBLISHED.test.pairs // 2,
             ids=r"\d+\.png_n",
             pairs="pairs without a change",
-            **SCORED,
+            **SCORING,
         ),
-        *(spec.Protocol(name, n=797, ids=SEMANTIC, change_types=(name,), **SCORED) for name in CHANGE_TYPES),
+        *(spec.Protocol(name, n=797, ids=IDS_WITH_CHANGE, change_types=(name,), **SCORING) for name in CHANGE_TYPES),
     ),
 )

@@ -24,17 +24,18 @@ def read(root: Path) -> Iterator[spec.Row]:
     captions = read_json(root / "captions.json", dict)
     keys_in_splits: set[str] = set()
 
-    def pair(split: str, scene: int) -> Iterator[spec.Row]:
+    def make_rows(split: str, scene: int) -> Iterator[spec.Row]:
         key = str(scene)
         name = f"{scene:06d}.png"
         keys_in_splits.add(key)
         fault = None
         if key not in captions:
             fault = Fault("datasets.no_captions_of_scene", key="captions", file="captions.json", value=key)
-        images = (f"bef/{scene}.png", f"aft/{scene}.png")
-        yield spec.Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
+        before = f"bef/{scene}.png"
+        after = f"aft/{scene}.png"
+        yield spec.Row(name, split, name, before, after, captions.get(key, []), [], f"captions.json, {key}", fault)
 
-    yield from spec.rows_by_scene(root / "split.json", pair)
+    yield from spec.rows_by_scene(root / "split.json", make_rows)
     for key in sorted(captions.keys() - keys_in_splits):
         fault = Fault("datasets.scene_without_split", key="split", file="split.json")
         yield spec.broken_row(None, f"captions.json, {key}", fault, key, key)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from m3diff.datasets.odd_captions import OddCaptions, unconfirmed
-from m3diff.datasets.placeholders import says_nothing
+from m3diff.datasets.odd_captions import OddCaptions, select_unconfirmed
+from m3diff.datasets.placeholders import is_placeholder
 from m3diff.datasets.questions import IMAGE_PLACEHOLDER, asks_what_changed
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import Fault
@@ -70,31 +70,33 @@ def find_doubts(
     for row in rows_with_captions:
         captions += [(row, text) for text in row.references if isinstance(text, str)]
 
-    printed_lists = list(_printed_lists(captions))
-    literals = list(_python_literals(captions))
-    yield from printed_lists
-    yield from literals
-    yield from _lists_of_words(rows_with_captions)
+    doubts_about_literals = [*_doubts_about_printed_lists(captions), *_doubts_about_literals(captions)]
+    yield from doubts_about_literals
+    yield from _doubts_about_single_words(rows_with_captions)
     if not is_own:
         return
 
-    questions = [] if options.get("all_ask_what_changed") else list(_questions(rows))
-    yield from questions
-    if not questions:
+    doubts_about_questions: list[Doubt] = []
+    if not options.get("all_ask_what_changed"):
+        doubts_about_questions = list(_doubts_about_questions(rows))
+    yield from doubts_about_questions
+    if not doubts_about_questions:
         if options.get("separator") is None:
-            yield from _separators(captions)
-        yield from _texts_that_say_nothing(captions, options.get("no_caption"))
+            yield from _doubts_about_separators(captions)
+        yield from _doubts_about_placeholders(captions, options.get("no_caption"))
 
     # The doubts about printed lists and literals already cover the quotes and escapes in them
-    kinds_in_doubt = {"literals", "escapes"} if printed_lists or literals else set[str]()
-    remaining = [captions_of_kind for captions_of_kind in odd_captions if captions_of_kind.kind not in kinds_in_doubt]
-    yield from _unconfirmed_kinds(remaining, options.get("confirmed") or ())
+    covered_kinds = {"literals", "escapes"} if doubts_about_literals else set[str]()
+    other_odd_captions = [
+        captions_of_kind for captions_of_kind in odd_captions if captions_of_kind.kind not in covered_kinds
+    ]
+    yield from _doubts_about_odd_captions(other_odd_captions, options.get("confirmed") or ())
 
 
-def _printed_lists(captions: Sequence[Caption]) -> Iterator[Doubt]:
+def _doubts_about_printed_lists(captions: Sequence[Caption]) -> Iterator[Doubt]:
     """Check for captions that are lists or objects printed as text. If there are any, yield a doubt."""
     printed_lists = [
-        (row, text.strip()) for row, text in captions if PRINTED_LIST.fullmatch(text) and not says_nothing(text)
+        (row, text.strip()) for row, text in captions if PRINTED_LIST.fullmatch(text) and not is_placeholder(text)
     ]
     if printed_lists:
         _, example = printed_lists[0]
@@ -109,7 +111,7 @@ def _printed_lists(captions: Sequence[Caption]) -> Iterator[Doubt]:
         )
 
 
-def _python_literals(captions: Sequence[Caption]) -> Iterator[Doubt]:
+def _doubts_about_literals(captions: Sequence[Caption]) -> Iterator[Doubt]:
     """Check for captions that are Python literals. If there are any, yield a doubt.
 
     A model would learn the quotes and escapes of the literals.
@@ -134,17 +136,13 @@ def _python_literals(captions: Sequence[Caption]) -> Iterator[Doubt]:
     )
 
 
-def _lists_of_words(rows: Sequence[Row]) -> Iterator[Doubt]:
+def _doubts_about_single_words(rows: Sequence[Row]) -> Iterator[Doubt]:
     """Check for captions that are split into single words. If most rows have such captions, yield a doubt.
 
     Args:
         rows: the rows that have a list of captions.
     """
-    rows_of_words = [
-        row
-        for row in rows
-        if len(row.references) > 3 and all(SINGLE_WORD.fullmatch(str(text)) for text in row.references)
-    ]
+    rows_of_words = [row for row in rows if _has_only_words(row)]
     if 2 * len(rows_of_words) > len(rows):
         first_row = rows_of_words[0]
         yield Doubt(
@@ -158,20 +156,25 @@ def _lists_of_words(rows: Sequence[Row]) -> Iterator[Doubt]:
         )
 
 
-def _separators(captions: Sequence[Caption]) -> Iterator[Doubt]:
+def _has_only_words(row: Row) -> bool:
+    """Return True if a row has more than three captions, and each of them is a single word or punctuation mark."""
+    return len(row.references) > 3 and all(SINGLE_WORD.fullmatch(str(text)) for text in row.references)
+
+
+def _doubts_about_separators(captions: Sequence[Caption]) -> Iterator[Doubt]:
     """Check whether one of `SEPARATORS` splits many captions into several texts. If so, yield a doubt about it."""
     for separator in SEPARATORS:
         # Semicolons, line breaks and tabs are only separators if each part has several words
         min_words = 2 if separator in ";\n\t" else 1
-        separated = [(row, text) for row, text in captions if _is_separated(text, separator, min_words)]
-        if separated and len(separated) >= MIN_SEPARATED_SHARE * len(captions):
-            _, example = separated[0]
+        separated_captions = [(row, text) for row, text in captions if _is_separated(text, separator, min_words)]
+        if separated_captions and len(separated_captions) >= MIN_SEPARATED_SHARE * len(captions):
+            _, example = separated_captions[0]
             yield Doubt(
                 Fault(
                     "datasets.possible_separator",
-                    path=_first_source(separated),
+                    path=_first_source(separated_captions),
                     value=separator,
-                    captions=len(separated),
+                    captions=len(separated_captions),
                     example=example[:60],
                 ),
                 [{"separator": separator}, {"separator": ""}],
@@ -185,7 +188,7 @@ def _is_separated(text: str, separator: str, min_words: int) -> bool:
     return len(word_counts) > 1 and min(word_counts) >= min_words
 
 
-def _texts_that_say_nothing(captions: Sequence[Caption], no_caption: Sequence[str] | None) -> Iterator[Doubt]:
+def _doubts_about_placeholders(captions: Sequence[Caption], no_caption: Sequence[str] | None) -> Iterator[Doubt]:
     """Check for texts that probably stand for a missing caption. If there are any, yield a doubt.
 
     The user has to confirm such texts if some are in the test split. There, empty texts are included, because they
@@ -197,21 +200,22 @@ def _texts_that_say_nothing(captions: Sequence[Caption], no_caption: Sequence[st
     are_all_captions = no_caption is not None and not no_caption
     if are_all_captions:
         return
-    named_texts = {text.strip().casefold() for text in no_caption or ()}
-    unnamed = [
-        (row, text)
-        for row, text in captions
-        if says_nothing(text) and text.strip().casefold() not in named_texts and (text.strip() or row.split == "test")
-    ]
-    if not unnamed:
+    listed_texts = {text.strip().casefold() for text in no_caption or ()}
+    placeholders: list[Caption] = []
+    for row, text in captions:
+        plain_text = text.strip()
+        is_listed = plain_text.casefold() in listed_texts
+        if is_placeholder(text) and not is_listed and (plain_text or row.split == "test"):
+            placeholders.append((row, text))
+    if not placeholders:
         return
-    test_count = sum(row.split == "test" for row, _ in unnamed)
-    texts = [text.strip() for _, text in unnamed]
-    _, example = unnamed[0]
+    test_count = sum(row.split == "test" for row, _ in placeholders)
+    texts = [text.strip() for _, text in placeholders]
+    _, example = placeholders[0]
     yield Doubt(
         Fault(
             "datasets.captions_say_nothing",
-            path=_first_source(unnamed),
+            path=_first_source(placeholders),
             value=example,
             texts=_describe_counts(texts),
             tested=test_count,
@@ -221,13 +225,14 @@ def _texts_that_say_nothing(captions: Sequence[Caption], no_caption: Sequence[st
     )
 
 
-def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
+def _doubts_about_questions(rows: Sequence[Row]) -> Iterator[Doubt]:
     """Check whether all questions that the captions answer are known to ask what changed. If not, yield a doubt."""
     questions = list(chain.from_iterable(row.questions for row in rows))
     known_texts = {question.text for question in questions if asks_what_changed(question.text)}
     if all(question.text in known_texts for question in questions):
         return
 
+    # A column name with braces is a template of several columns, which cannot be a condition of `where`
     known_text_of_column = {
         question.column: question.text
         for question in questions
@@ -243,13 +248,14 @@ def _questions(rows: Sequence[Row]) -> Iterator[Doubt]:
     answers.append({"all_ask_what_changed": True})
 
     first_row = next(row for row in rows if row.questions)
-    counts = _describe_counts(" ".join(IMAGE_PLACEHOLDER.sub(" ", question.text).split()) for question in questions)
+    texts = [IMAGE_PLACEHOLDER.sub(" ", question.text) for question in questions]
+    counts = _describe_counts(" ".join(text.split()) for text in texts)
     yield Doubt(Fault("datasets.captions_answer_questions", path=_source_of(first_row), questions=counts), answers)
 
 
-def _unconfirmed_kinds(odd_captions: Sequence[OddCaptions], confirmed_kinds: Sequence[str]) -> Iterator[Doubt]:
+def _doubts_about_odd_captions(odd_captions: Sequence[OddCaptions], confirmed_kinds: Sequence[str]) -> Iterator[Doubt]:
     """Check the test split for odd captions whose kind is not confirmed. If there are any, yield a single doubt."""
-    unconfirmed_captions = unconfirmed(odd_captions, confirmed_kinds)
+    unconfirmed_captions = select_unconfirmed(odd_captions, confirmed_kinds)
     if unconfirmed_captions:
         descriptions = [f"{captions}; {captions.remedy}" for captions in unconfirmed_captions]
         kinds = [*confirmed_kinds, *(captions.kind for captions in unconfirmed_captions)]
@@ -258,6 +264,7 @@ def _unconfirmed_kinds(odd_captions: Sequence[OddCaptions], confirmed_kinds: Seq
 
 
 def _first_source(captions: Sequence[Caption]) -> str:
+    """Return the file and row of the first caption."""
     row, _ = captions[0]
     return _source_of(row)
 
@@ -273,6 +280,7 @@ def _excerpt(caption: str) -> str:
 
 
 def _count_rows(captions: Sequence[Caption]) -> int:
+    """Return the number of rows that contain the captions."""
     return len({row.source for row, _ in captions})
 
 
@@ -289,7 +297,9 @@ class _OneLineDumper(yaml.SafeDumper):
     """A YAML dumper that writes a text with line breaks on one line, in double quotes."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+        """Return the YAML node of a text."""
+        style = '"' if "\n" in data else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
 _OneLineDumper.add_representer(str, _OneLineDumper.represent_str)

@@ -81,7 +81,7 @@ class PairGroups:
     rows: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> "PairGroups":
+    def from_rows(cls, rows: Sequence[Row]) -> "PairGroups":
         """Group the pairs that share an image or a scene. Rows that have neither are not in any group."""
         # Union-find over images and scenes, with path halving
         parents: dict[str, str] = {}
@@ -92,15 +92,19 @@ class PairGroups:
                 node = parents[node]
             return node
 
-        nodes_of_rows = [_nodes(row) for row in rows]
+        nodes_of_rows = [_nodes_of(row) for row in rows]
         for nodes in nodes_of_rows:
             for node in nodes[1:]:
                 parents[root_of(node)] = root_of(nodes[0])
-        rows_of_root: dict[str, list[int]] = {}
+        numbers_of_root: dict[str, list[int]] = {}
         for number, nodes in enumerate(nodes_of_rows):
             if nodes:
-                rows_of_root.setdefault(root_of(nodes[0]), []).append(number)
-        return cls({_group_name([rows[number] for number in numbers]): numbers for numbers in rows_of_root.values()})
+                numbers_of_root.setdefault(root_of(nodes[0]), []).append(number)
+        numbers_of_group = {}
+        for numbers in numbers_of_root.values():
+            name = _group_name([rows[number] for number in numbers])
+            numbers_of_group[name] = numbers
+        return cls(numbers_of_group)
 
     def draw(self, shares: SplitShares) -> dict[int, Split]:
         """Return the split of each row that is in a group."""
@@ -143,11 +147,11 @@ def draw_splits(root: Path, rows: Sequence[Row], shares: SplitShares, notes: lis
     Raises:
         DataError: the test or training split gets no usable pair.
     """
-    groups = PairGroups.of(rows)
+    groups = PairGroups.from_rows(rows)
     splits = groups.draw(shares)
-    counts = _count(rows, splits, groups)
+    counts = _count_drawn_pairs(rows, splits, groups)
     if sum(counts.pairs.values()) and not counts.is_usable:
-        draw = {
+        draw_fields = {
             "shares": describe_shares(shares),
             "pairs": counts.pairs,
             "groups": counts.groups,
@@ -155,11 +159,11 @@ def draw_splits(root: Path, rows: Sequence[Row], shares: SplitShares, notes: lis
         }
         proposal = propose_shares(rows, shares)
         if proposal is None:
-            raise DataError("datasets.too_few_scenes_to_draw", path=root, **draw)
+            raise DataError("datasets.too_few_scenes_to_draw", path=root, **draw_fields)
         raise DataError(
             "datasets.draw_leaves_split_empty",
             path=root,
-            **draw,
+            **draw_fields,
             proposed_shares=describe_shares(proposal.shares),
             proposed_counts=str(proposal.counts),
         )
@@ -181,12 +185,12 @@ def propose_shares(rows: Sequence[Row], shares: SplitShares) -> SplitProposal | 
 
     Return None if none of the first `SEEDS_TO_TRY` seeds does.
     """
-    groups = PairGroups.of(rows)
+    groups = PairGroups.from_rows(rows)
     for seed in range(SEEDS_TO_TRY):
-        proposed = shares.model_copy(update={"seed": seed})
-        counts = _count(rows, groups.draw(proposed), groups)
-        if counts.is_near(proposed):
-            return SplitProposal(proposed, counts)
+        proposed_shares = shares.model_copy(update={"seed": seed})
+        counts = _count_drawn_pairs(rows, groups.draw(proposed_shares), groups)
+        if counts.is_near(proposed_shares):
+            return SplitProposal(proposed_shares, counts)
     return None
 
 
@@ -200,24 +204,25 @@ def describe_shares(shares: SplitShares) -> str:
     return ", ".join(parts)
 
 
-def _count(rows: Sequence[Row], splits: Mapping[int, Split], groups: PairGroups) -> DrawnCounts:
-    usable = [number for number, row in enumerate(rows) if not row.fault and not row.without_caption]
-    counts = Counter(splits[number] for number in usable if number in splits)
+def _count_drawn_pairs(rows: Sequence[Row], splits: Mapping[int, Split], groups: PairGroups) -> DrawnCounts:
+    """Return the number of usable pairs in each drawn split. Rows with a fault or without a caption do not count."""
+    usable_numbers = [number for number, row in enumerate(rows) if not row.fault and not row.without_caption]
+    counts = Counter(splits[number] for number in usable_numbers if number in splits)
     pairs: dict[Split, int] = {"train": counts["train"], "val": counts["val"], "test": counts["test"]}
     assert list(pairs) == list(SPLITS)
     return DrawnCounts(pairs=pairs, groups=len(groups.rows))
 
 
-def _nodes(row: Row) -> list[str]:
+def _nodes_of(row: Row) -> list[str]:
     """Return a text for the scene and for each image of a row. Rows with a common text are in the same group."""
     nodes = [f"scene {row.scene}"] if isinstance(row.scene, str) else []
-    for image in (_identity(row.before), _identity(row.after)):
+    for image in (_image_key(row.before), _image_key(row.after)):
         if image:
             nodes.append(f"image {image}")
     return nodes
 
 
-def _identity(image: Any) -> str | None:
+def _image_key(image: Any) -> str | None:
     """Return the digest of an embedded image or the normalised path of a file, or None if there is no image."""
     if isinstance(image, Embedded):
         return image.name
@@ -232,12 +237,14 @@ def _group_name(rows: Sequence[Row]) -> str:
     """
     # If no column names scenes, the scene of a row is its own name
     scenes = [f"scene {row.scene}" for row in rows if isinstance(row.scene, str) and row.scene != row.name]
-    images_before = [f"image {image}" for image in (_identity(row.before) for row in rows) if image]
-    names = scenes or images_before or list(chain.from_iterable(map(_nodes, rows)))
+    keys_of_images_before = [_image_key(row.before) for row in rows]
+    images_before = [f"image {key}" for key in keys_of_images_before if key]
+    names = scenes or images_before or list(chain.from_iterable(map(_nodes_of, rows)))
     return min(names, key=lambda name: (_digest(name), name))
 
 
 def _draw_split(name: str, shares: SplitShares) -> Split:
+    """Return the split of a group. The hash of its name is a number from 0 to 1, which is compared with the shares."""
     number = int.from_bytes(_digest(name, str(shares.seed).encode()), "big") / 2**64
     if number < shares.test:
         return "test"

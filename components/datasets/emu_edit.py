@@ -30,21 +30,22 @@ FIELDS = {"idx": int, "instruction": str, BEFORE: object, AFTER: object}
 def read(root: Path) -> Iterator[Row]:
     """Yield one row per edit, beginning with the validation split."""
     for split, pattern in FILES.items():
-        yield from make_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _row)
+        yield from make_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _make_row)
 
 
-def _row(split: str, where: str, edit: dict[str, Any]) -> Row:
-    name = f"{'validation' if split == 'val' else split}-{edit['idx']}"
-    return Row(name, split, name, edit[BEFORE], edit[AFTER], [edit["instruction"]], [], where)
+def _make_row(split: str, source: str, edit: dict[str, Any]) -> Row:
+    split_name = "validation" if split == "val" else split
+    name = f"{split_name}-{edit['idx']}"
+    return Row(name, split, name, edit[BEFORE], edit[AFTER], [edit["instruction"]], [], source)
 
 
 PUBLISHED = Published("emu_edit", "Emu Edit", SplitCount(0, 0), SplitCount(3_589, 3_589), SplitCount(2_022, 2_022))
-NOT_SOLD = Permission("conditions", "credit the authors; no commercial use")
+NON_COMMERCIAL = Permission("conditions", "credit the authors; no commercial use")
 SPEC = DatasetSpec(
     title="Emu Edit",
     page="https://huggingface.co/datasets/facebook/emu_edit_test_set_generations",
     paper="Emu Edit: Precise Image Editing via Recognition and Generation Tasks (Sheynin et al., CVPR 2024)",
-    licence=Licence.of("CC BY-NC 4.0", "https://creativecommons.org/licenses/by-nc/4.0/", NOT_SOLD),
+    licence=Licence.of("CC BY-NC 4.0", "https://creativecommons.org/licenses/by-nc/4.0/", NON_COMMERCIAL),
     read=read,
     files=tuple(FILES.values()),
     task="edit",

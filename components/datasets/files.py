@@ -124,9 +124,9 @@ def read_splits(path: Path, names: Sequence[str] = SPLITS) -> dict[str, list[Any
         DataError: the file cannot be read, or a split does not have a list. A list may be empty.
     """
     splits = read_json(path, dict)
-    missing = [split for split in names if not isinstance(splits.get(split), list)]
-    if missing:
-        raise DataError("datasets.no_list_of_split", path=path, names=missing, expected=list(names))
+    splits_without_list = [split for split in names if not isinstance(splits.get(split), list)]
+    if splits_without_list:
+        raise DataError("datasets.no_list_of_split", path=path, names=splits_without_list, expected=list(names))
     return {split: splits[split] for split in names}
 
 
@@ -142,7 +142,7 @@ def parse_json(text: str, path: Path | None = None) -> Any:
     """
     location: dict[str, Any] = {"key": "row"} if path is None else {"path": path}
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_require_unique_keys, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         if path is None:
             fault = Fault("datasets.invalid_json_in_row", column=error.colno, cause=error.msg)
@@ -159,8 +159,10 @@ def describe(value: Any) -> str:
     """Return a value's type, and the value shortened to 60 characters, for a message: "text 'abc'"."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    shown = repr(value)
-    return f"{describe_kind(type(value))} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+    text = repr(value)
+    if len(text) > 60:
+        text = f"{text[:57]}..."
+    return f"{describe_kind(type(value))} {text}"
 
 
 def describe_kind(kind: type) -> str:
@@ -168,7 +170,8 @@ def describe_kind(kind: type) -> str:
     return NAMES_OF_TYPES.get(kind, kind.__name__)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dictionary. Raise a ValueFault if a key occurs several times."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -176,7 +179,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN, Infinity and -Infinity, which JSON does not allow, although Python reads them."""
     raise ValueFault("datasets.no_json_value", value=name)
 
 
@@ -319,12 +323,14 @@ def _read_delimited(path: Path, delimiter: str | None, required: Sequence[str]) 
 
 
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
-    missing = [column for column in required if column not in header and column.split(".")[0] not in header]
-    if missing:
-        raise DataError("datasets.missing_columns", path=path, names=missing, columns=header[:MAX_SHOWN_COLUMNS])
-    repeated = sorted(column for column in set(header) if header.count(column) > 1)
-    if repeated:
-        raise DataError("datasets.repeated_columns", path=path, names=repeated)
+    """Check that a table has all required columns, or the columns that contain them, and no column twice."""
+    missing_columns = [column for column in required if column not in header and column.split(".")[0] not in header]
+    if missing_columns:
+        columns = header[:MAX_SHOWN_COLUMNS]
+        raise DataError("datasets.missing_columns", path=path, names=missing_columns, columns=columns)
+    repeated_columns = sorted(column for column in set(header) if header.count(column) > 1)
+    if repeated_columns:
+        raise DataError("datasets.repeated_columns", path=path, names=repeated_columns)
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -407,11 +413,13 @@ def parse_captions(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
+    if not value.lstrip().startswith("["):
+        return [value]
     try:
-        parsed = json.loads(value) if value.lstrip().startswith("[") else None
+        captions = json.loads(value)
     except ValueError:
-        parsed = None
-    return parsed if isinstance(parsed, list) else [value]
+        return [value]
+    return captions if isinstance(captions, list) else [value]
 
 
 def pick(value: Any, path: str) -> Any:
@@ -424,15 +432,17 @@ def pick(value: Any, path: str) -> Any:
         return value
     if isinstance(value, Mapping) and path in value:
         return value[path]
-    head, _, rest = path.partition(".")
+    step, _, inner_path = path.partition(".")
     if isinstance(value, Mapping):
-        return pick(value.get(head), rest)
+        return pick(value.get(step), inner_path)
     if not isinstance(value, list):
         return None
-    if head == "*":
-        return [pick(element, rest) for element in value]
-    index = int(head) if re.fullmatch(r"-?\d+", head) else len(value)
-    return pick(value[index], rest) if -len(value) <= index < len(value) else None
+    if step == "*":
+        return [pick(element, inner_path) for element in value]
+    if not re.fullmatch(r"-?\d+", step):
+        return None
+    index = int(step)
+    return pick(value[index], inner_path) if -len(value) <= index < len(value) else None
 
 
 def fault_of_images(images: Any, column: str) -> Fault | None:
@@ -473,10 +483,16 @@ def look_up(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _format(value: Any, format_spec: str | None) -> str:
+    """Return a value in the format of a template.
+
+    Raises:
+        DataError: the value does not fit the format.
+    """
     # pandas writes integers as floats such as 1.0 if the column has missing values
     whole_number = re.fullmatch(r"(\d+)(\.0+)?", str(value)) if format_spec else None
+    value_to_format = int(whole_number[1]) if whole_number else value
     try:
-        return format(int(whole_number[1]) if whole_number else value, format_spec or "")
+        return format(value_to_format, format_spec or "")
     except (TypeError, ValueError) as error:
         raise DataError(
             "datasets.value_does_not_fit_template", key="columns", value=describe(value), format=format_spec

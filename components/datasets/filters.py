@@ -31,11 +31,11 @@ from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import NO_CHANGE, Split
 from m3diff.settings.section import suggest_name
 
-WORDS_OF_TRUTH = {
+WORDS_FOR_TRUTH_VALUES = {
     **dict.fromkeys(("true", "yes", "y", "on", "t"), True),
     **dict.fromkeys(("false", "no", "n", "off", "f"), False),
 }
-WORDS_OF_NOTHING = {"", "none", "null", "nan", "nat", "<na>"}
+WORDS_FOR_MISSING_VALUES = {"", "none", "null", "nan", "nat", "<na>"}
 NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 
 # Change types for an unchanged pair, in lowercase with single spaces. All of them are read as NO_CHANGE
@@ -104,8 +104,10 @@ def split_of_cell(cell: Any) -> Split | None:
         return None
     words = re.findall(r"[^\W\d_]+|\d+", plain_name(cell))
     names = [word for word in words if word not in SPLIT_NOUNS and not YEAR.fullmatch(word)]
+    if len(names) != 1:
+        return None
     for split, aliases in SPLIT_ALIASES.items():
-        if len(names) == 1 and names[0] in (*aliases, *SHORT_SPLIT_ALIASES[split]):
+        if names[0] in (*aliases, *SHORT_SPLIT_ALIASES[split]):
             return split
     return None
 
@@ -124,44 +126,51 @@ def readings_of_splits(splits: Mapping[str, Split]) -> list[dict[str, Split]]:
     Args:
         splits: maps each name in the table to its split in `SPLIT_ALIASES`.
     """
-    ambiguous = [name for name in splits if not {*AMBIGUOUS_ALIASES}.isdisjoint(WORD_OF_NAME.findall(plain_name(name)))]
-    certain_splits = {split for name, split in splits.items() if name not in ambiguous}
-    if not ambiguous:
+    ambiguous_names = [name for name in splits if _is_ambiguous_split_name(name)]
+    certain_splits = {split for name, split in splits.items() if name not in ambiguous_names}
+    if not ambiguous_names:
         return [dict(splits)]
-    possible: tuple[Split, ...] = ("val", "test")
-    missing = [split for split in possible if split not in certain_splits]
-    if len(missing) == 1:
-        return [{**splits, **dict.fromkeys(ambiguous, missing[0])}]
-    return [{**splits, **dict.fromkeys(ambiguous, split)} for split in possible]
+    possible_splits: tuple[Split, ...] = ("val", "test")
+    missing_splits = [split for split in possible_splits if split not in certain_splits]
+    if len(missing_splits) == 1:
+        possible_splits = (missing_splits[0],)
+    return [{**splits, **dict.fromkeys(ambiguous_names, split)} for split in possible_splits]
+
+
+def _is_ambiguous_split_name(name: str) -> bool:
+    """Return True if a split name contains a word that may mean val or test: `eval`, `evaluation_set`."""
+    words = WORD_OF_NAME.findall(plain_name(name))
+    return not {*AMBIGUOUS_ALIASES}.isdisjoint(words)
 
 
 def means_the_same(option: Any, cell: Any) -> bool:
     """Return True if an option's value and a table cell mean the same, by the rules in the module's docstring."""
     if option is None or (isinstance(option, float) and math.isnan(option)):
-        return _is_nothing(cell)
+        return _is_missing(cell)
     if isinstance(option, bool):
-        return _truth_of(cell) is option
+        return _truth_value_of(cell) is option
     if isinstance(option, int | float | Decimal):
         return _number_of(cell) == _number_of(option)
     if isinstance(option, date):
-        return _as_date(str(cell)) == _as_date(str(option))
+        return _plain_date(str(cell)) == _plain_date(str(option))
     if isinstance(option, str):
-        return _is_text_of(option, cell)
+        return _matches_text(option, cell)
     return bool(option == cell)
 
 
-def _is_nothing(cell: Any) -> bool:
+def _is_missing(cell: Any) -> bool:
+    """Return True if a cell is empty, null or NaN, or contains a word that programs write for a missing value."""
     if isinstance(cell, str):
-        return plain_text(cell) in WORDS_OF_NOTHING
+        return plain_text(cell) in WORDS_FOR_MISSING_VALUES
     return cell is None or (isinstance(cell, float) and math.isnan(cell))
 
 
-def _truth_of(cell: Any) -> bool | None:
+def _truth_value_of(cell: Any) -> bool | None:
     """Return the truth value in a cell, or None if the cell does not contain one."""
     if isinstance(cell, bool):
         return cell
-    if isinstance(cell, str) and plain_text(cell) in WORDS_OF_TRUTH:
-        return WORDS_OF_TRUTH[plain_text(cell)]
+    if isinstance(cell, str) and plain_text(cell) in WORDS_FOR_TRUTH_VALUES:
+        return WORDS_FOR_TRUTH_VALUES[plain_text(cell)]
     number = _number_of(cell)
     return bool(number) if number in (0, 1) else None
 
@@ -175,17 +184,19 @@ def _number_of(cell: Any) -> Fraction | None:
     return Fraction(str(cell)) if isinstance(cell, float) else Fraction(cell)
 
 
-def _as_date(text: str) -> str:
+def _plain_date(text: str) -> str:
+    """Return a date in ISO format without the time, if the time is midnight."""
     return text.strip().replace("T", " ").removesuffix(" 00:00:00")
 
 
-def _is_text_of(option: str, cell: Any) -> bool:
+def _matches_text(option: str, cell: Any) -> bool:
+    """Return True if an option's text and a cell mean the same. The type of the cell determines the comparison."""
     if isinstance(cell, str):
         return plain_text(option) == plain_text(cell)
-    if _is_nothing(cell):
-        return plain_text(option) in WORDS_OF_NOTHING
+    if _is_missing(cell):
+        return plain_text(option) in WORDS_FOR_MISSING_VALUES
     if isinstance(cell, bool):
-        return _truth_of(option) is cell
+        return _truth_value_of(option) is cell
     if isinstance(cell, int | float | Decimal):
         return _number_of(option) == _number_of(cell)
     return plain_text(option) == plain_text(str(cell))
@@ -195,8 +206,8 @@ def _describe(cell: Any) -> str:
     """Return a value in YAML notation for a message."""
     if cell is None or isinstance(cell, bool):
         return {None: "null", True: "true", False: "false"}[cell]
-    shown = repr(cell)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+    text = repr(cell)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ColumnValues:
@@ -204,20 +215,21 @@ class ColumnValues:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.uncounted = 0  # number of rows whose values are not counted separately
+        self.uncounted_rows = 0  # number of rows whose values are not counted separately
 
     def add(self, value: str) -> None:
         """Count a value. It is given as text, in the form in which messages show it."""
         if value in self.counts or len(self.counts) < MAX_COUNTED_VALUES:
             self.counts[value] += 1
         else:
-            self.uncounted += 1
+            self.uncounted_rows += 1
 
     def __str__(self) -> str:
-        commonest = self.counts.most_common(MAX_SHOWN_VALUES)
-        text = ", ".join(f"{value} ({count:,})" for value, count in commonest)
-        hidden = self.counts.total() + self.uncounted - sum(count for _, count in commonest)
-        return f"{text} and others ({hidden:,})" if hidden else text
+        common_values = self.counts.most_common(MAX_SHOWN_VALUES)
+        text = ", ".join(f"{value} ({count:,})" for value, count in common_values)
+        shown_rows = sum(count for _, count in common_values)
+        other_rows = self.counts.total() + self.uncounted_rows - shown_rows
+        return f"{text} and others ({other_rows:,})" if other_rows else text
 
 
 class ColumnNames:
@@ -228,19 +240,21 @@ class ColumnNames:
     """
 
     def __init__(self, required: Iterable[str]) -> None:
-        self.missing = dict.fromkeys(required)
+        self.missing_columns = dict.fromkeys(required)
         self.columns: dict[str, None] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Record the columns of a row. This does nothing once all required columns have been found."""
-        if not self.missing:
+        """Record the columns of a row. This does nothing after all required columns have occurred."""
+        if not self.missing_columns:
             return
-        for column in [column for column in self.missing if _has_column(row, column)]:
-            del self.missing[column]
+        columns_of_row = [column for column in self.missing_columns if _has_column(row, column)]
+        for column in columns_of_row:
+            del self.missing_columns[column]
         for name, value in row.items():
             self.columns[name] = None
-            for key in value if isinstance(value, Mapping) else ():
-                self.columns[f"{name}.{key}"] = None
+            if isinstance(value, Mapping):
+                for key in value:
+                    self.columns[f"{name}.{key}"] = None
 
     def faults(self, option: str) -> Iterator[Fault]:
         """Yield a fault for each required column that no row has. It suggests the most similar column name.
@@ -248,7 +262,7 @@ class ColumnNames:
         Args:
             option: the option that names the columns.
         """
-        for column in self.missing:
+        for column in self.missing_columns:
             hint = suggest_name(column, self.columns)
             yield Fault("datasets.unknown_column", key=option, value=column, columns=list(self.columns), hint=hint)
 
@@ -257,82 +271,89 @@ def _has_column(row: Mapping[str, Any], path: str) -> bool:
     """Return True if the row has the column or path, even if the value is empty."""
     if path in row or pick(row, path) is not None:
         return True
-    head, _, rest = path.partition(".")
-    inner = row.get(head)
-    return bool(rest) and isinstance(inner, Mapping) and _has_column(inner, rest)
+    name, _, inner_path = path.partition(".")
+    value = row.get(name)
+    return bool(inner_path) and isinstance(value, Mapping) and _has_column(value, inner_path)
 
 
 class RowFilter:
-    """Finds and counts the rows that an option matches. A row must have one of the wanted values in every column.
+    """Finds and counts the rows that an option matches. A row must have one of the accepted values in every column.
 
     Args:
         option: name of the option for messages: `where` or `no_change`.
-        wanted: for each column or path into nested values, a value or a list of values.
+        conditions: for each column or path into nested values, an accepted value or a list of accepted values.
     """
 
-    def __init__(self, option: str, wanted: Mapping[str, Any]) -> None:
+    def __init__(self, option: str, conditions: Mapping[str, Any]) -> None:
         self.option = option
-        self.wanted = {
-            column: list(values) if isinstance(values, list | tuple) else [values] for column, values in wanted.items()
-        }
-        self.rows = 0
-        self.matched = 0
-        self._columns = ColumnNames(wanted)
-        self._values = {column: ColumnValues() for column in wanted}
-        self._unmatched = {column: list(values) for column, values in self.wanted.items()}
+        self.accepted_values: dict[str, list[Any]] = {}
+        for column, values in conditions.items():
+            self.accepted_values[column] = list(values) if isinstance(values, list | tuple) else [values]
+        self.row_count = 0
+        self.match_count = 0
+        self._columns = ColumnNames(conditions)
+        self._values = {column: ColumnValues() for column in conditions}
+        self._absent_values = {column: list(values) for column, values in self.accepted_values.items()}
         self._verdicts: dict[tuple[str, type, Any], tuple[bool, str]] = {}
 
     def matches(self, row: Mapping[str, Any]) -> bool:
         """Count a row, and return True if it matches."""
-        self.rows += 1
+        self.row_count += 1
         self._columns.add(row)
         is_match = True
-        for column in self.wanted:
+        for column in self.accepted_values:
             cell = pick(row, column)
             # The key includes the type, because 1, 1.0 and True are equal
             key = (column, type(cell), str(cell) if isinstance(cell, list | dict) else cell)
             if key not in self._verdicts:
-                self._verdicts[key] = (self._judge(column, cell), _describe(cell))
-            is_wanted, shown = self._verdicts[key]
-            self._values[column].add(shown)
-            is_match = is_match and is_wanted
-        self.matched += is_match
+                self._verdicts[key] = (self._accepts(column, cell), _describe(cell))
+            is_accepted, description = self._verdicts[key]
+            self._values[column].add(description)
+            is_match = is_match and is_accepted
+        self.match_count += is_match
         return is_match
 
-    def _judge(self, column: str, cell: Any) -> bool:
-        equal = [value for value in self.wanted[column] if means_the_same(value, cell)]
-        self._unmatched[column] = [value for value in self._unmatched[column] if value not in equal]
-        return bool(equal)
+    def _accepts(self, column: str, cell: Any) -> bool:
+        """Return True if a column accepts the value of a cell, and record that this value occurs."""
+        equal_values = [value for value in self.accepted_values[column] if means_the_same(value, cell)]
+        absent_values = [value for value in self._absent_values[column] if value not in equal_values]
+        self._absent_values[column] = absent_values
+        return bool(equal_values)
 
     def __str__(self) -> str:
-        columns = ", ".join(
-            f"{column}: {_describe(values[0]) if len(values) == 1 else '[' + ', '.join(map(_describe, values)) + ']'}"
-            for column, values in self.wanted.items()
-        )
-        return f"{self.option}: {{{columns}}}"
+        conditions = []
+        for column, values in self.accepted_values.items():
+            description = ", ".join(map(_describe, values))
+            if len(values) != 1:
+                description = f"[{description}]"
+            conditions.append(f"{column}: {description}")
+        return f"{self.option}: {{{', '.join(conditions)}}}"
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences about the number of matching rows and about wanted values that no row has."""
-        if self.rows:
-            yield f"{self} matches {self.matched:,} of {self.rows:,} rows"
-        for column, values in self._unmatched.items():
-            if self.matched and values:
-                missing = ", ".join(map(_describe, values))
-                yield f"{self.option}: no row has {missing} in the column {column}, which holds {self._values[column]}"
+        """Yield sentences about the number of matching rows and about accepted values that no row has."""
+        if self.row_count:
+            yield f"{self} matches {self.match_count:,} of {self.row_count:,} rows"
+        for column, values in self._absent_values.items():
+            if self.match_count and values:
+                absent_values = ", ".join(map(_describe, values))
+                values_in_table = self._values[column]
+                yield f"{self.option}: no row has {absent_values} in the column {column}, which holds {values_in_table}"
 
     def faults(self) -> Iterator[Fault]:
         """Yield why the option is probably wrong: a column is missing, or the option matches no row or every row."""
-        if not self.rows:
+        if not self.row_count:
             return
         column_faults = list(self._columns.faults(self.option))
         yield from column_faults
         # A table with a single row does not show whether the filter distinguishes rows
-        if not column_faults and (self.matched == 0 or self.matched == self.rows > 1):
+        matches_all_rows = self.match_count == self.row_count > 1
+        if not column_faults and (self.match_count == 0 or matches_all_rows):
+            code = "datasets.filter_matches_all_rows" if matches_all_rows else "datasets.filter_matches_no_row"
             yield Fault(
-                "datasets.filter_matches_all_rows" if self.matched else "datasets.filter_matches_no_row",
+                code,
                 filter=str(self),
                 option=self.option,
-                rows=self.rows,
+                rows=self.row_count,
                 columns=[f"{column} ({values})" for column, values in self._values.items()],
             )
 
@@ -342,42 +363,44 @@ class SplitNames:
 
     def __init__(self, splits: Mapping[Any, Split]) -> None:
         self.splits = splits
-        self._unmatched = dict.fromkeys(splits)
+        self._absent_names = dict.fromkeys(splits)
         self._values = ColumnValues()
-        self._known: dict[tuple[type, Any], Any] = {}
+        self._name_by_cell: dict[tuple[type, Any], Any] = {}
 
     def add(self, cell: Any) -> None:
         """Count the value that names the split of a row. Skipped rows are counted, too."""
-        if not _is_nothing(cell) and not isinstance(cell, list | dict):
+        if not _is_missing(cell) and not isinstance(cell, list | dict):
             self._values.add(_describe(cell))
             name = self._name_of(cell)
-            if name in self._unmatched:
-                del self._unmatched[name]
+            if name in self._absent_names:
+                del self._absent_names[name]
 
-    def translate(self, cell: Any, spelt: Any) -> Any:
-        """Return the project's name of the split, or `spelt` if the option does not contain the value.
+    def translate(self, cell: Any, text: Any) -> Any:
+        """Return the project's name of the split, or `text` if the option does not contain the value.
 
         Args:
             cell: the row's value.
-            spelt: the same value as text.
+            text: the same value as text.
         """
-        if not self.splits or spelt is None or isinstance(cell, list | dict):
-            return spelt
+        if not self.splits or text is None or isinstance(cell, list | dict):
+            return text
         name = self._name_of(cell)
-        return spelt if name is None else self.splits[name]
+        return text if name is None else self.splits[name]
 
     def _name_of(self, cell: Any) -> Any:
+        """Return the name in the option `splits` that a cell means, or None. An exact match comes before the others."""
+        # The key includes the type, because 1, 1.0 and True are equal
         key = (type(cell), cell)
-        if key not in self._known:
-            exact = (name for name in self.splits if isinstance(name, str) and name == str(cell))
-            alike = (name for name in self.splits if means_the_same(name, cell))
-            self._known[key] = next(exact, next(alike, None))
-        return self._known[key]
+        if key not in self._name_by_cell:
+            exact_names = (name for name in self.splits if isinstance(name, str) and name == str(cell))
+            names_by_meaning = (name for name in self.splits if means_the_same(name, cell))
+            self._name_by_cell[key] = next(exact_names, next(names_by_meaning, None))
+        return self._name_by_cell[key]
 
     def faults(self) -> Iterator[Fault]:
         """Yield a fault for each name in the option that no row has. Common names may be missing from the table."""
         if self._values.counts:
-            for name in self._unmatched:
+            for name in self._absent_names:
                 if plain_name(str(name)) not in SPLIT_ALIASES[self.splits[name]]:
                     values = str(self._values)
                     yield Fault("datasets.unknown_split", key="splits", value=_describe(name), values=values)
@@ -392,25 +415,25 @@ class NoChangeNames:
 
     def unify(self, types: Sequence[str]) -> list[str]:
         """Return the change types of a pair in order. All types that mean "no change" are merged into `NO_CHANGE`."""
-        unified = []
+        unified_types = []
         for name in types:
             if name not in self._is_no_change:
-                spelt = plain_text(re.sub(r"[\s_-]+", " ", name)).strip(" .!")
-                self._is_no_change[name] = spelt in NAMES_OF_NO_CHANGE
+                plain_spelling = plain_text(re.sub(r"[\s_-]+", " ", name)).strip(" .!")
+                self._is_no_change[name] = plain_spelling in NAMES_OF_NO_CHANGE
             is_no_change = self._is_no_change[name]
             if is_no_change and name != NO_CHANGE:
                 self._spellings[name] += 1
             if not is_no_change:
-                unified.append(name)
-            elif NO_CHANGE not in unified:
-                unified.append(NO_CHANGE)
-        return unified
+                unified_types.append(name)
+            elif NO_CHANGE not in unified_types:
+                unified_types.append(NO_CHANGE)
+        return unified_types
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence with the other spellings of `NO_CHANGE` and their counts, if there are any."""
         if self._spellings:
-            counted = ", ".join(f"{name!r} ({count:,})" for name, count in self._spellings.most_common())
-            yield f"change_types: {counted} is read as {NO_CHANGE!r}, a pair without a change"
+            spellings = ", ".join(f"{name!r} ({count:,})" for name, count in self._spellings.most_common())
+            yield f"change_types: {spellings} is read as {NO_CHANGE!r}, a pair without a change"
 
 
 def columns_to_find(columns: Mapping[str, Any], required: Collection[str]) -> list[str]:
@@ -442,9 +465,11 @@ def refuse_faults(root: Any, faults: Mapping[str, Iterable[Fault]], confirmed: C
     options_to_confirm = list(confirmed)
     unconfirmed_faults: list[Fault] = []
     for option, faults_of_option in faults.items():
-        listed_faults = [] if option in confirmed else list(faults_of_option)
-        if listed_faults:
+        if option in confirmed:
+            continue
+        new_faults = list(faults_of_option)
+        if new_faults:
             options_to_confirm.append(option)
-            unconfirmed_faults += listed_faults
+            unconfirmed_faults += new_faults
     if unconfirmed_faults:
         raise DataError("datasets.options_do_not_match", path=root, faults=unconfirmed_faults, names=options_to_confirm)

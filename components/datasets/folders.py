@@ -48,7 +48,7 @@ def match_names(before: Sequence[str], after: Sequence[str]) -> NameMatch:
         rule that fits best.
     """
     by_name = _match_keys({name: name for name in before}, {name: name for name in after})
-    by_words = _match_keys(_keys_of(before), _keys_of(after))
+    by_words = _match_keys(_comparison_keys_of(before), _comparison_keys_of(after))
     attempts = [by_name, by_words]
     if len(before) > 1 and len(after) > 1:
         attempts += _match_varying_words(before, after)
@@ -57,11 +57,12 @@ def match_names(before: Sequence[str], after: Sequence[str]) -> NameMatch:
 
     match = next((attempt for attempt in attempts if attempt.pairs), None)
     if match is None:
-        nearest = min(attempts, key=lambda attempt: (bool(attempt.ambiguous), sum(map(len, attempt.unmatched))))
-        return replace(nearest, ambiguous=by_words.ambiguous)
+        best_attempt = min(attempts, key=lambda attempt: (bool(attempt.ambiguous), sum(map(len, attempt.unmatched))))
+        return replace(best_attempt, ambiguous=by_words.ambiguous)
     # If both folders contain the same name, a later rule must not pair it with a different name
-    torn_names = sorted(name for name in {*before} & {*after} if match.pairs[name] != name)
-    return NameMatch(ambiguous=torn_names) if torn_names else match
+    common_names = {*before} & {*after}
+    separated_names = sorted(name for name in common_names if match.pairs[name] != name)
+    return NameMatch(ambiguous=separated_names) if separated_names else match
 
 
 def _match_keys(key_of_before: Mapping[str, object], key_of_after: Mapping[str, object]) -> NameMatch:
@@ -98,13 +99,14 @@ def _words_of(name: str) -> Words:
     return tuple(re.findall(r"\d+|[^\W\d_]+", plain_name)) or (name,)
 
 
-def _key(words: Sequence[str]) -> Words:
+def _comparison_key(words: Sequence[str]) -> Words:
     """Return words in a form in which equal numbers are equal texts, such as 007 and 7."""
     return tuple(str(int(word)) if word.isdecimal() else word for word in words)
 
 
-def _keys_of(names: Sequence[str]) -> dict[str, Words]:
-    return {name: _key(_words_of(name)) for name in names}
+def _comparison_keys_of(names: Sequence[str]) -> dict[str, Words]:
+    """Return the key of each name."""
+    return {name: _comparison_key(_words_of(name)) for name in names}
 
 
 def _numbers_in(words: Sequence[str]) -> list[str]:
@@ -113,7 +115,7 @@ def _numbers_in(words: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class FolderWords:
-    """The words in the names of a folder's images, divided into shared words and the rest.
+    """The words in the names of a folder's images, divided into words that all names share and other words.
 
     prefix, suffix: the words with which all names begin and end.
     varying: the words between prefix and suffix, for each name.
@@ -124,8 +126,8 @@ class FolderWords:
     varying: dict[str, Words]
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> "FolderWords":
-        """Split the words of the names into those that all names share and the rest."""
+    def from_names(cls, names: Sequence[str]) -> "FolderWords":
+        """Divide the words of the names into words that all names share and other words."""
         words_of_name = {name: _words_of(name) for name in names}
         prefix = _shared_beginning(list(words_of_name.values()))
         without_prefix = {name: words[len(prefix) :] for name, words in words_of_name.items()}
@@ -136,13 +138,13 @@ class FolderWords:
 
 def _shared_beginning(names: Sequence[Words]) -> Words:
     """Return the words with which all names begin."""
-    shared = names[0]
+    shared_words = names[0]
     for words in names[1:]:
         length = 0
-        while length < min(len(shared), len(words)) and shared[length] == words[length]:
+        while length < min(len(shared_words), len(words)) and shared_words[length] == words[length]:
             length += 1
-        shared = shared[:length]
-    return shared
+        shared_words = shared_words[:length]
+    return shared_words
 
 
 def _match_varying_words(before_names: Sequence[str], after_names: Sequence[str]) -> list[NameMatch]:
@@ -151,9 +153,11 @@ def _match_varying_words(before_names: Sequence[str], after_names: Sequence[str]
     Returns:
         The result of each rule that applies to the names; empty if neither rule does.
     """
-    before = FolderWords.of(before_names)
-    after = FolderWords.of(after_names)
-    may_add_number = _key(before.prefix) == _key(after.prefix) and not (before.suffix and after.suffix)
+    before = FolderWords.from_names(before_names)
+    after = FolderWords.from_names(after_names)
+    may_add_number = _comparison_key(before.prefix) == _comparison_key(after.prefix) and not (
+        before.suffix and after.suffix
+    )
     if not _may_differ_in_a_pair(before.prefix, after.prefix, at_end=False):
         return []
     if not _may_differ_in_a_pair(before.suffix, after.suffix, at_end=True, may_add_number=may_add_number):
@@ -175,10 +179,11 @@ def _match_varying_words(before_names: Sequence[str], after_names: Sequence[str]
 
 def _keys_without(words_of_name: Mapping[str, Words], positions: Container[int]) -> dict[str, Words]:
     """Return the keys of names without the words at the given positions."""
-    return {
-        name: _key([word for position, word in enumerate(words) if position not in positions])
-        for name, words in words_of_name.items()
-    }
+    keys = {}
+    for name, words in words_of_name.items():
+        kept_words = [word for position, word in enumerate(words) if position not in positions]
+        keys[name] = _comparison_key(kept_words)
+    return keys
 
 
 def _have_words(key_of_name: Mapping[str, Words]) -> bool:
@@ -196,7 +201,7 @@ def _may_differ_in_a_pair(before: Words, after: Words, at_end: bool, may_add_num
     """
     before_numbers = _numbers_in(before)
     after_numbers = _numbers_in(after)
-    if _key(before_numbers) == _key(after_numbers):
+    if _comparison_key(before_numbers) == _comparison_key(after_numbers):
         return True
     if not before_numbers or not after_numbers:
         return may_add_number
@@ -236,8 +241,8 @@ def _is_sure_single_pair(before: str, after: str) -> bool:
 
     Folders with a single image do not show which words all names would share, so the other rules do not apply.
     """
-    before_numbers = _key(_numbers_in(_words_of(before)))
-    after_numbers = _key(_numbers_in(_words_of(after)))
+    before_numbers = _comparison_key(_numbers_in(_words_of(before)))
+    after_numbers = _comparison_key(_numbers_in(_words_of(after)))
     if before_numbers != after_numbers:
         return False
     return bool(before_numbers) or order_names(before, after) is not None

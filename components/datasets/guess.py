@@ -25,7 +25,7 @@ from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import SPLITS
 
 # Notes on the options that define how a file is divided into rows
-NOTE_OF_OPTION = {"delimiter": "its columns are separated by {!r}", "rows": "its rows stand under {!r}"}
+NOTE_OF_OPTION = {"delimiter": "its columns are separated by {!r}", "rows": "its rows are at the path {!r}"}
 MAX_COMBINATIONS = 24  # maximum number of combinations of answers; if there are more, only a selection is shown
 MAX_TASKS = 7  # a column with more distinct texts does not name tasks
 PLAIN_FIELDS = ("id", "scene", "change_types")  # columns that the reader finds by name, so no option has to name them
@@ -163,8 +163,9 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
         notes.append(f"{path.name}: {NOTE_OF_OPTION[option].format(value)}: option `{option}`")
 
     values = sample.values()
-    images, doubts = _image_columns(root, path, values)
-    image_columns = {*images.values()} | {name.split(".")[0] for name in images.values()}
+    image_columns_by_field, doubts = _image_columns(root, path, values)
+    image_columns = {*image_columns_by_field.values()}
+    image_columns |= {name.split(".")[0] for name in image_columns_by_field.values()}
     other_values = {
         name: column for name, column in values.items() if name not in image_columns and not holds_images(column)
     }
@@ -173,8 +174,8 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
         split_choice = SplitChoice(occupied=documented_columns(list(other_values)))
     else:
         split_choice = choose_split_column(path, sample.options, other_values, split_of_all)
-    texts, text_doubts, unread = _text_columns(path, values, other_values, split_choice.occupied)
-    columns = images | texts
+    text_columns, text_doubts, unread_columns = _text_columns(path, values, other_values, split_choice.occupied)
+    columns = image_columns_by_field | text_columns
     if split_choice.column:
         columns["split"] = split_choice.column
     doubts += text_doubts
@@ -182,7 +183,7 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
     if len(manifests) > 1:
         answers = [{"manifest": manifest} for manifest in manifests]
         doubts.append(Doubt(Fault("datasets.split_of_files", path=path.name), answers))
-    notes += _describe_columns(path, sample.rows, columns, doubts, split_choice.occupied, unread)
+    notes += _describe_columns(path, sample.rows, columns, doubts, split_choice.occupied, unread_columns)
     notes += split_choice.notes
 
     has_conversations = any(isinstance(value, list) for value in values.get(str(columns["captions"]), []))
@@ -203,8 +204,8 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
     if not is_file_by_split and not split_choice.column and not split_choice.doubts:
         options |= split_of_all
         notes.append(
-            f"{path.name}: no column tells the split, so all pairs are {options['split']}: option `split`; "
-            "columns: {split: NAME} names a column that tells it"
+            f"{path.name}: no column names the split, so all pairs are {options['split']}: option `split`; "
+            "if a column does, name it with the option columns: {split: NAME}"
         )
     return TableGuess(options, notes, doubts)
 
@@ -247,6 +248,7 @@ def _describe_columns(
 
 
 def _answers_of(doubts: Sequence[Doubt]) -> list[dict[str, Any]]:
+    """Return the answers to all doubts in one list."""
     return list(chain.from_iterable(doubt.answers for doubt in doubts))
 
 

@@ -27,13 +27,15 @@ FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
 def read(root: Path, images: str = "images") -> Iterator[spec.Row]:
     """Yield one row per record of each split, in the order of the files."""
 
-    def row(split: str, where: str, record: dict[str, Any]) -> spec.Row:
+    def make_row(split: str, source: str, record: dict[str, Any]) -> spec.Row:
         uid = record["uid"]
-        pair = (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
-        return spec.Row(uid, split, uid, *pair, record["sents"], [], where)
+        before = f"{images}/{record['img0']}"
+        after = f"{images}/{record['img1']}"
+        return spec.Row(uid, split, uid, before, after, record["sents"], [], source)
 
     for split, file in FILES.items():
-        yield from spec.make_rows(split, enumerate_records(file, read_json(root / file, list)), FIELDS, row)
+        records = enumerate_records(file, read_json(root / file, list))
+        yield from spec.make_rows(split, records, FIELDS, make_row)
 
 
 PUBLISHED = spec.Published(

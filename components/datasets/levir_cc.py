@@ -39,7 +39,8 @@ from m3diff.records.schemas import NO_CHANGE
 
 FIELDS = {"filename": str, "split": str, "sentences": list}
 CHANGE = "change"
-SAME = {  # the sentences of the pairs without a change; no other pair has them
+# The sentences of the pairs without a change. No other pair has them
+NO_CHANGE_SENTENCES = {
     "the scene is the same as before",
     "there is no difference",
     "the two scenes seem identical",
@@ -61,13 +62,16 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         if not all(map(_are_tokens, tokens_of_sentences)):
             fault = unexpected("sentences", "objects with a list `tokens` of text", record["sentences"])
         if fault:
-            yield broken_row(record.get("split") if isinstance(record, dict) else None, source, fault)
+            split = record.get("split") if isinstance(record, dict) else None
+            yield broken_row(split, source, fault)
             continue
         name = record["filename"]
         split = record["split"]
-        pair = (f"{images}/{split}/A/{name}", f"{images}/{split}/B/{name}")
+        before = f"{images}/{split}/A/{name}"
+        after = f"{images}/{split}/B/{name}"
         texts = [" ".join(tokens) for tokens in tokens_of_sentences]
-        yield Row(name, split, name, *pair, texts, [CHANGE if SAME.isdisjoint(texts) else NO_CHANGE], source)
+        change_type = CHANGE if NO_CHANGE_SENTENCES.isdisjoint(texts) else NO_CHANGE
+        yield Row(name, split, name, before, after, texts, [change_type], source)
 
 
 def _are_tokens(value: object) -> bool:

@@ -50,34 +50,37 @@ def read(root: Path, test: str | None = "test") -> Iterator[Row]:
         test: folder of the unpacked test files. If it is None, the test split is left out.
     """
     for split, pattern in FILES.items():
-        yield from make_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _turn)
+        yield from make_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _row_of_turn)
     if test is not None:
         for img_id, turns in read_json(root / test / SESSIONS, dict).items():
-            yield from _session(test, img_id, turns)
+            yield from _rows_of_session(test, img_id, turns)
 
 
-def _turn(split: str, where: str, turn: dict[str, Any]) -> Row:
+def _row_of_turn(split: str, source: str, turn: dict[str, Any]) -> Row:
     name = f"{turn['img_id']}-{turn['turn_index']}"
     scene = turn["img_id"]
-    return Row(name, split, scene, turn[BEFORE], turn[AFTER], [turn["instruction"]], [], where)
+    return Row(name, split, scene, turn[BEFORE], turn[AFTER], [turn["instruction"]], [], source)
 
 
-def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
-    source = f"{test}/{SESSIONS}, {img_id}"
+def _rows_of_session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
+    """Yield one row per turn of an editing session of the test split."""
+    session_source = f"{test}/{SESSIONS}, {img_id}"
     if not isinstance(turns, list):
-        yield broken_row("test", source, unexpected("turns", "a list", turns), img_id)
+        yield broken_row("test", session_source, unexpected("turns", "a list", turns), img_id)
         return
     for number, turn in enumerate(turns, 1):
-        where = f"{source}, turn {number}"
-        if fault := find_fault(turn, TURN_FIELDS):
-            yield broken_row("test", where, fault, img_id)
-        else:
-            folder = f"{test}/images/{img_id}"
-            pair = (f"{folder}/{turn['input']}", f"{folder}/{img_id}-output{number}.png")
-            yield Row(f"{img_id}-{number}", "test", img_id, *pair, [turn["instruction"]], [], where)
+        source = f"{session_source}, turn {number}"
+        fault = find_fault(turn, TURN_FIELDS)
+        if fault:
+            yield broken_row("test", source, fault, img_id)
+            continue
+        folder = f"{test}/images/{img_id}"
+        before = f"{folder}/{turn['input']}"
+        after = f"{folder}/{img_id}-output{number}.png"
+        yield Row(f"{img_id}-{number}", "test", img_id, before, after, [turn["instruction"]], [], source)
 
 
-CITED = Permission("conditions", "credit the authors; dev and test must not appear in what a model is trained on")
+WITH_CREDIT = Permission("conditions", "credit the authors; do not train on dev or test")
 SPEC = DatasetSpec(
     title="MagicBrush",
     page="https://github.com/OSU-NLP-Group/MagicBrush",
@@ -85,8 +88,8 @@ SPEC = DatasetSpec(
     licence=Licence(
         name="CC BY 4.0",
         url="https://creativecommons.org/licenses/by/4.0/",
-        train=CITED,
-        redistribute=Permission("conditions", "credit the authors; the unzipped test files must not be put online"),
+        train=WITH_CREDIT,
+        redistribute=Permission("conditions", "credit the authors; do not publish the unzipped test files"),
         show=Permission("conditions", "credit the authors"),
     ),
     read=read,

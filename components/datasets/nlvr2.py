@@ -43,26 +43,30 @@ FIELDS = {"sentence": str, "label": str, "identifier": str}
 def read(root: Path, images: str = "images") -> Iterator[Row]:
     """Yield one row per pair that has a true sentence. Lines of a pair are merged, except broken ones."""
 
-    def row(split: str, where: str, line: dict[str, Any]) -> Row:
+    def make_row(split: str, source: str, line: dict[str, Any]) -> Row:
         part = PARTS[split]
-        name = line["identifier"]
+        identifier = line["identifier"]
         if line["label"] not in ("True", "False"):
-            return broken_row(split, where, unexpected("label", "'True' or 'False'", line["label"]))
-        if not re.fullmatch(rf"{part}-\d+-\d+-\d+", name):
-            return broken_row(split, where, unexpected("identifier", f"{part}-<set>-<pair>-<sentence>", name))
-        pair = name.rpartition("-")[0]
+            return broken_row(split, source, unexpected("label", "'True' or 'False'", line["label"]))
+        if not re.fullmatch(rf"{part}-\d+-\d+-\d+", identifier):
+            return broken_row(split, source, unexpected("identifier", f"{part}-<set>-<pair>-<sentence>", identifier))
+        pair_name = identifier.rpartition("-")[0]
+        set_name = pair_name.rpartition("-")[0]
         folder = f"{images}/{part}/{line['directory']}" if part == "train" else f"{images}/{part}"
-        sides = f"{folder}/{pair}-img0.png", f"{folder}/{pair}-img1.png"
-        true = [line["sentence"]] if line["label"] == "True" else []
-        return Row(pair, split, pair.rpartition("-")[0], *sides, true, [], where)
+        left_image = f"{folder}/{pair_name}-img0.png"
+        right_image = f"{folder}/{pair_name}-img1.png"
+        references = [line["sentence"]] if line["label"] == "True" else []
+        return Row(pair_name, split, set_name, left_image, right_image, references, [], source)
 
     for split, part in PARTS.items():
         fields = FIELDS | ({"directory": int} if part == "train" else {})
-        rows = make_rows(split, read_lines(root / f"data/{part}.json"), fields, row)
-        yield from merge_rows(pair for pair in rows if pair.fault or pair.references)
+        rows = make_rows(split, read_lines(root / f"data/{part}.json"), fields, make_row)
+        yield from merge_rows(row for row in rows if row.fault or row.references)
 
 
-CITED = Permission("conditions", "sentences: credit the authors; photos: their owners', research alone")
+WITH_CREDIT = Permission(
+    "conditions", "sentences: credit the authors; the photos belong to their owners and are only for research"
+)
 SPEC = DatasetSpec(
     title="NLVR2",
     page="https://github.com/lil-lab/nlvr",
@@ -70,9 +74,9 @@ SPEC = DatasetSpec(
     licence=Licence(
         name="CC BY 4.0",
         url="https://creativecommons.org/licenses/by/4.0/",
-        train=CITED,
-        redistribute=Permission("conditions", "sentences: credit the authors; the photos are not in it"),
-        show=CITED,
+        train=WITH_CREDIT,
+        redistribute=Permission("conditions", "sentences: credit the authors; the licence does not cover the photos"),
+        show=WITH_CREDIT,
     ),
     read=read,
     files=tuple(f"data/{part}.json" for part in PARTS.values()),

@@ -13,18 +13,30 @@ class OddKind:
 
 
 ODD_KINDS = {
-    "refusals": OddKind("are a refusal or another answer of a chat model", "write them anew, or take the rows out"),
-    "roles": OddKind("hold a role or a prompt of a chat", "keep the answer alone"),
-    "chat": OddKind("hold words of a chat model to its user, or a heading", "keep the caption alone"),
-    "tokens": OddKind("hold special tokens or tags", "remove them"),
-    "literals": OddKind("hold JSON or another literal", "write the text that is in it"),
-    "markup": OddKind("hold Markdown, LaTeX or HTML", "write plain text"),
-    "encoding": OddKind(
-        "hold text that was read in a wrong encoding",
-        "write the file again from its source as UTF-8; `ftfy` can mend what is left",
+    "refusals": OddKind(
+        "are refusals or other answers of a chat model",
+        "write new captions, or remove the rows",
     ),
-    "escapes": OddKind("hold escape sequences or control characters", "write the sign that is meant"),
-    "repeats": OddKind("are one text", "let each caption say what changed in its pair"),
+    "roles": OddKind("contain a role or a prompt of a chat", "keep only the answer"),
+    "chat": OddKind(
+        "contain words of a chat model to its user, or a heading",
+        "keep only the caption",
+    ),
+    "tokens": OddKind("contain special tokens or tags", "remove the tokens and tags"),
+    "literals": OddKind("contain JSON or another literal", "write the text inside the literal"),
+    "markup": OddKind("contain Markdown, LaTeX or HTML", "write plain text"),
+    "encoding": OddKind(
+        "contain text that was read in a wrong encoding",
+        "write the file again from its source as UTF-8; `ftfy` can repair text without a source",
+    ),
+    "escapes": OddKind(
+        "contain escape sequences or control characters",
+        "write the characters that they stand for",
+    ),
+    "repeats": OddKind(
+        "have the same caption",
+        "write captions that say what changed in each pair",
+    ),
 }
 
 
@@ -59,6 +71,6 @@ class OddCaptions:
         return f"{self.count:,} of {self.total:,} {unit} {description}{in_test}: {self.source}: {self.example[:70]!r}"
 
 
-def unconfirmed(odd_captions: Sequence[OddCaptions], confirmed_kinds: Collection[str]) -> list[OddCaptions]:
-    """Return the kinds of odd captions that occur in the test split and that the dataset's entry does not confirm."""
+def select_unconfirmed(odd_captions: Sequence[OddCaptions], confirmed_kinds: Collection[str]) -> list[OddCaptions]:
+    """Return the odd captions of the test split whose kind the dataset's entry does not confirm."""
     return [captions for captions in odd_captions if captions.test_count and captions.kind not in confirmed_kinds]

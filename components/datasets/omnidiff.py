@@ -23,7 +23,7 @@ from m3diff.datasets import pairs, spec
 from m3diff.records.errors import Fault
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 
-NAMES = (*CHANGE_TYPES, NO_CHANGE)
+TYPE_NAMES = (*CHANGE_TYPES, NO_CHANGE)
 
 
 def read(
@@ -34,16 +34,17 @@ def read(
     confirmed: Sequence[Literal["columns"]] = (),
 ) -> spec.RowsWithNotes:
     """Read a table as `pairs` does, and check that the change types are among the paper's twelve types."""
-    reading = pairs.read(root, manifest, columns, split, confirmed=confirmed)
-    return spec.RowsWithNotes(map(_with_known_types, reading), reading.notes)
+    rows = pairs.read(root, manifest, columns, split, confirmed=confirmed)
+    return spec.RowsWithNotes(map(_check_types, rows), rows.notes)
 
 
-def _with_known_types(row: spec.Row) -> spec.Row:
+def _check_types(row: spec.Row) -> spec.Row:
+    """Return the row with its change types in lowercase. If a type is unknown, the row has a fault and no types."""
     types = [name.strip().lower() for name in row.change_types]
-    unknown = [name for name in types if name not in NAMES]
-    if not unknown:
+    unknown_types = [name for name in types if name not in TYPE_NAMES]
+    if not unknown_types:
         return row._replace(change_types=types)
-    fault = Fault("datasets.unknown_change_types", key="change_types", names=unknown, expected=list(NAMES))
+    fault = Fault("datasets.unknown_change_types", key="change_types", names=unknown_types, expected=list(TYPE_NAMES))
     return row._replace(change_types=[], fault=fault)
 
 

@@ -46,25 +46,27 @@ class Contrast:
     needs_bare_names: bool = False
 
 
-def _contrast(before: str, after: str, needs_bare_names: bool = False) -> Contrast:
+def _make_contrast(before: str, after: str, needs_bare_names: bool = False) -> Contrast:
     return Contrast(frozenset(before.split()), frozenset(after.split()), needs_bare_names)
 
 
 CONTRASTS = (
-    _contrast(_GENERAL_BEFORE, _GENERAL_AFTER),
+    _make_contrast(_GENERAL_BEFORE, _GENERAL_AFTER),
     # The words below only have a meaning next to a word of the same contrast. `current` is later than `previous` and
     # earlier than `next`; `last` may mean the previous image. Repairs begin with `damaged`, inspections end with it. A
     # `reference` is before a target, but next to an output it is neither before nor after
-    _contrast("before first initial init original orig old older oldest previous prev prior earlier past", _PRESENT),
-    _contrast("then", "now present today"),
-    _contrast(_PRESENT, "next following future subsequent later"),
-    _contrast("first initial", "last"),
-    _contrast("undamaged intact unharmed", "damaged"),
-    _contrast("reference", "target"),
-    _contrast("alt", "neu"),  # German; in English, photo_alt is an alternative version of photo
+    _make_contrast(
+        "before first initial init original orig old older oldest previous prev prior earlier past", _PRESENT
+    ),
+    _make_contrast("then", "now present today"),
+    _make_contrast(_PRESENT, "next following future subsequent later"),
+    _make_contrast("first initial", "last"),
+    _make_contrast("undamaged intact unharmed", "damaged"),
+    _make_contrast("reference", "target"),
+    _make_contrast("alt", "neu"),  # German; in English, photo_alt is an alternative version of photo
     # zoom_in and zoom_out, or walk_from and walk_to, have no order
-    _contrast("in", "out output", needs_bare_names=True),
-    _contrast("from", "to", needs_bare_names=True),
+    _make_contrast("in", "out output", needs_bare_names=True),
+    _make_contrast("from", "to", needs_bare_names=True),
 )
 _GENERAL = CONTRASTS[0]
 ORDER_WORDS = frozenset().union(*(contrast.before | contrast.after for contrast in CONTRASTS))
@@ -77,7 +79,19 @@ NOUNS = ("images", "image", "imgs", "img", "photo", "picture", "pic", "frame", "
 # after_1 and after_2, or edit_1 and edit_2, belong to different pairs; input_1 and input_2 are two images of one pair
 _SIDES_OF_A_PAIR = (_GENERAL.before | _GENERAL.after) - {"input", "source", "src"}
 # Images that describe another image, and are neither before nor after
-AUXILIARY = {"mask", "depth", "thumb", "thumbnail", "overlay", "heatmap", "diff", "seg", "segmentation", "crop", "flow"}
+AUXILIARY_WORDS = {
+    "mask",
+    "depth",
+    "thumb",
+    "thumbnail",
+    "overlay",
+    "heatmap",
+    "diff",
+    "seg",
+    "segmentation",
+    "crop",
+    "flow",
+}
 
 SMALL_STEPS = ((0, 1), (1, 2))
 YEARS = range(1900, 2101)
@@ -85,11 +99,11 @@ YEARS = range(1900, 2101)
 
 @dataclass(frozen=True)
 class Order:
-    """Two names in temporal order. `by_words` is true if both names contain a word about time."""
+    """Two names in temporal order. `has_time_words` is true if both names contain a word about time."""
 
     before: str
     after: str
-    by_words: bool
+    has_time_words: bool
 
     @property
     def names(self) -> tuple[str, str]:
@@ -99,8 +113,8 @@ class Order:
 
 def words_in(name: str) -> list[str]:
     """Return the lowercase words and numbers of a name, without accents, split at punctuation, digits and capitals."""
-    decomposed = unicodedata.normalize("NFKD", name)
-    plain_name = "".join(letter for letter in decomposed if not unicodedata.combining(letter))
+    decomposed_name = unicodedata.normalize("NFKD", name)
+    plain_name = "".join(letter for letter in decomposed_name if not unicodedata.combining(letter))
     words = []
     for word in re.findall(r"\d+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+", plain_name):
         bare_word = _without_noun(word.lower())
@@ -123,16 +137,16 @@ def choose_sides(names: Sequence[str]) -> list[tuple[str, str]]:
     Return one pair if the order is certain, and otherwise all pairs from which the user has to choose. The order of
     `names` affects only the order of these pairs, never which name of a pair is before.
     """
-    without_auxiliary = [name for name in names if AUXILIARY.isdisjoint(words_in(name))]
-    candidates = without_auxiliary if len(without_auxiliary) > 1 else list(names)
+    main_names = [name for name in names if AUXILIARY_WORDS.isdisjoint(words_in(name))]
+    candidates = main_names if len(main_names) > 1 else list(names)
     possible_orders = [order_names(*pair) for pair in combinations(candidates, 2)]
     sure_orders = [order for order in possible_orders if order is not None]
-    best_orders = [order for order in sure_orders if order.by_words] or sure_orders
+    best_orders = [order for order in sure_orders if order.has_time_words] or sure_orders
     if not best_orders:
         return _possible_pairs(candidates)
     pairs: list[tuple[str, str]] = []
     for order in best_orders:
-        pairs += _possible_pairs(_series(candidates, order) or order.names)
+        pairs += _possible_pairs(_find_series(candidates, order) or order.names)
     return list(dict.fromkeys(pairs))
 
 
@@ -149,46 +163,54 @@ def order_names(first_name: str, second_name: str) -> Order | None:
     """Return the order of two names, or None if their words do not determine it or contradict each other."""
     first_words = words_in(first_name)
     second_words = words_in(second_name)
-    common = Counter(first_words) & Counter(second_words)
-    first_own = Counter(first_words) - common
-    second_own = Counter(second_words) - common
-    has_nouns_only = not ({*first_words, *second_words} - ORDER_WORDS - {*NOUNS})
-    is_first_before = _opposite_senses(first_own, second_own, has_nouns_only)
+    common_words = Counter(first_words) & Counter(second_words)
+    first_only_words = Counter(first_words) - common_words
+    second_only_words = Counter(second_words) - common_words
+    other_words = {*first_words, *second_words} - ORDER_WORDS - {*NOUNS}
+    is_first_before = _is_before_by_contrast(first_only_words, second_only_words, are_bare=not other_words)
     if is_first_before is not None:
-        is_ordinal = {*first_own, *second_own} == FIRST_AND_SECOND
-        is_of_two_pairs = is_ordinal and bool({*common} & _SIDES_OF_A_PAIR)
-        return None if is_of_two_pairs else _ordered(first_name, second_name, is_first_before, by_words=True)
-    if {*first_own, *second_own} & ORDER_WORDS:
+        is_ordinal = {*first_only_words, *second_only_words} == FIRST_AND_SECOND
+        if is_ordinal and {*common_words} & _SIDES_OF_A_PAIR:
+            return None  # for example, the names are after_first and after_second
+        return _order_of(first_name, second_name, is_first_before, has_time_words=True)
+    if {*first_only_words, *second_only_words} & ORDER_WORDS:
         if _is_stem_of(first_words, second_words):
-            return Order(first_name, second_name, by_words=False)
+            return Order(first_name, second_name, has_time_words=False)
         if _is_stem_of(second_words, first_words):
-            return Order(second_name, first_name, by_words=False)
+            return Order(second_name, first_name, has_time_words=False)
         return None
-    if {*common} & _SIDES_OF_A_PAIR:
+    if {*common_words} & _SIDES_OF_A_PAIR:
         return None
-    is_first_before = _has_earlier_mark(first_words, second_words)
-    return None if is_first_before is None else _ordered(first_name, second_name, is_first_before, by_words=False)
+    is_first_before = _is_before_by_mark(first_words, second_words)
+    if is_first_before is None:
+        return None
+    return _order_of(first_name, second_name, is_first_before, has_time_words=False)
 
 
-def _ordered(first_name: str, second_name: str, is_first_before: bool, by_words: bool) -> Order:
-    return Order(first_name, second_name, by_words) if is_first_before else Order(second_name, first_name, by_words)
+def _order_of(first_name: str, second_name: str, is_first_before: bool, has_time_words: bool) -> Order:
+    """Return the order of two names, of which the first is before the second or after it."""
+    if is_first_before:
+        return Order(first_name, second_name, has_time_words)
+    return Order(second_name, first_name, has_time_words)
 
 
-def _opposite_senses(first_own: Counter[str], second_own: Counter[str], are_bare: bool) -> bool | None:
+def _is_before_by_contrast(
+    first_only_words: Counter[str], second_only_words: Counter[str], are_bare: bool
+) -> bool | None:
     """Compare two names by `CONTRASTS`. Return True if the first name is before the second, and False if it is after.
 
     Return None if no contrast contains words of both names, or if the words contradict each other.
 
     Args:
-        first_own, second_own: the words that only the first name or only the second name contains.
+        first_only_words, second_only_words: the words that only the first name or only the second name contains.
         are_bare: whether both names consist of order words and nouns.
     """
     directions = set()
     for contrast in CONTRASTS:
-        first_before = not contrast.before.isdisjoint(first_own)
-        first_after = not contrast.after.isdisjoint(first_own)
-        second_before = not contrast.before.isdisjoint(second_own)
-        second_after = not contrast.after.isdisjoint(second_own)
+        first_before = not contrast.before.isdisjoint(first_only_words)
+        first_after = not contrast.after.isdisjoint(first_only_words)
+        second_before = not contrast.before.isdisjoint(second_only_words)
+        second_after = not contrast.after.isdisjoint(second_only_words)
         if (first_before and first_after) or (second_before and second_after):
             return None
         is_opposite = (first_before and second_after) or (first_after and second_before)
@@ -215,25 +237,25 @@ def _is_stem_of(stem: list[str], words: list[str]) -> bool:
     return bool(stem and added_words) and is_contained and added_words <= _GENERAL.after and not is_stem_after
 
 
-def _has_earlier_mark(first_words: list[str], second_words: list[str]) -> bool | None:
+def _is_before_by_mark(first_words: list[str], second_words: list[str]) -> bool | None:
     """Compare two names by their marks: the numbers or letters in which they differ, such as 1 and 2 in t1 and t2.
 
     Return True if the first name is earlier, and False if it is later. Return None if the names also differ in other
     words, or if the order is uncertain.
     """
-    differing = [pair for pair in zip(first_words, second_words, strict=False) if pair[0] != pair[1]]
-    if len(first_words) != len(second_words) or not differing:
+    differing_pairs = [pair for pair in zip(first_words, second_words, strict=False) if pair[0] != pair[1]]
+    if len(first_words) != len(second_words) or not differing_pairs:
         return None
-    if len(differing) == 1 and {*differing[0]} == {"a", "b"}:
-        return differing[0] == ("a", "b")
-    if not all(word.isdecimal() for word in chain.from_iterable(differing)):
+    if len(differing_pairs) == 1 and {*differing_pairs[0]} == {"a", "b"}:
+        return differing_pairs[0] == ("a", "b")
+    if not all(word.isdecimal() for word in chain.from_iterable(differing_pairs)):
         return None
     has_later_date = _has_later_date(first_words, second_words)
     if has_later_date is not None:
         return not has_later_date
-    if not all(_is_sure_step(*pair) for pair in differing):
+    if not all(_is_sure_step(*pair) for pair in differing_pairs):
         return None
-    directions = {int(first_number) < int(second_number) for first_number, second_number in differing}
+    directions = {int(first_number) < int(second_number) for first_number, second_number in differing_pairs}
     return directions.pop() if len(directions) == 1 else None
 
 
@@ -274,6 +296,7 @@ class _DateInName:
 
 
 def _dates_in(words: list[str]) -> list[_DateInName]:
+    """Return the valid dates in a name: 2019, 2019_05, 2019_05_12 or 20190512."""
     dates = []
     for start, word in enumerate(words):
         end = start + 1
@@ -294,18 +317,19 @@ def _dates_in(words: list[str]) -> list[_DateInName]:
     return dates
 
 
-def _series(names: Sequence[str], order: Order) -> list[str]:
+def _find_series(names: Sequence[str], order: Order) -> list[str]:
     """Return the names of the series that contains an ordered pair (t1, t2, t3), or [] if there are only two names."""
     ordinals = FIRST_AND_SECOND & {*words_in(order.before), *words_in(order.after)}
-    if order.by_words and ordinals != FIRST_AND_SECOND:
+    if order.has_time_words and ordinals != FIRST_AND_SECOND:
         return []
     words = _words_without_marks(order.before)
-    siblings = [
-        name
-        for name in names
-        if _words_without_marks(name) == words and (_has_mark(name, order) or name in order.names)
-    ]
-    return siblings if len(siblings) > 2 and {*order.names} <= {*siblings} else []
+    series = []
+    for name in names:
+        belongs_to_series = _has_mark(name, order) or name in order.names
+        if belongs_to_series and _words_without_marks(name) == words:
+            series.append(name)
+    contains_pair = {*order.names} <= {*series}
+    return series if len(series) > 2 and contains_pair else []
 
 
 def _has_mark(name: str, order: Order) -> bool:
@@ -317,7 +341,7 @@ def _has_mark(name: str, order: Order) -> bool:
     if any(map(_is_numeral, words)):
         return True
     has_letter = any(re.fullmatch("[a-z]", word) for word in words)
-    return not order.by_words and (has_letter or not ORDER_WORDS.isdisjoint(words))
+    return not order.has_time_words and (has_letter or not ORDER_WORDS.isdisjoint(words))
 
 
 def _is_numeral(word: str) -> bool:

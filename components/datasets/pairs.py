@@ -94,7 +94,7 @@ from m3diff.records.schemas import NO_CHANGE, Split
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
 # Codes of the faults of rows that do not have exactly two images and one answer
-NO_PAIR = ("datasets.not_two_images", "datasets.not_one_answer")
+CODES_OF_NO_PAIR = ("datasets.not_two_images", "datasets.not_one_answer")
 
 Manifest = Annotated[
     Annotated[str, Tag("[file]")] | Annotated[Mapping[Split, str], Tag("[files]")],
@@ -184,36 +184,38 @@ def read(
     checks = _OptionChecks(root, named_columns, splits or {}, where or {}, no_change or {}, separator, confirmed)
 
     def read_rows() -> Iterator[Row]:
-        for path, folder, file_split in _files(root, manifest, split_of_all):
+        for path, folder, file_split in _manifest_files(root, manifest, split_of_all):
+            split_columns = () if file_split else columns_of_field["split"]
             required_fields = _required_fields(columns_of_field, with_split=not file_split and not shares)
             header = _required_columns(required_fields, columns_of_field)
             for location, value in read_values(path, header, delimiter, rows):
                 if shares:
                     _refuse_split_column(path.parent / location, value, named_columns)
-                if not checks.takes(value, () if file_split else columns_of_field["split"]):
+                if not checks.selects(value, split_columns):
                     continue
-                fields, fault = _fields(value, columns_of_field, required_fields)
-                if pairs_only and fault and fault.code in NO_PAIR:
+                fields, fault = _read_fields(value, columns_of_field, required_fields)
+                if pairs_only and fault and fault.code in CODES_OF_NO_PAIR:
                     continue
                 if checks.is_unchanged(value):
                     fields["change_types"] = [NO_CHANGE]
                 for side in ("before", "after"):
                     fields[side] = relative_to_root(fields[side], root_names)
-                row = _row(folder + location, fields, file_split, checks)
+                row = _make_row(folder + location, fields, file_split, checks)
                 yield row._replace(fault=fault or row.fault)
         checks.finish()
 
     pairs = merge_rows(read_rows(), across_splits=True)
-    pairs_with_captions = _drop_no_captions(pairs, no_caption or (), checks.notes)
+    pairs_with_captions = _drop_placeholders(pairs, no_caption or (), checks.notes)
     if shares is None:
         return RowsWithNotes(pairs_with_captions, checks.notes)
-    return RowsWithNotes(_draw_when_read(root, pairs_with_captions, shares, checks.notes), checks.notes)
+    return RowsWithNotes(_draw_lazily(root, pairs_with_captions, shares, checks.notes), checks.notes)
 
 
 def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
     """Return the columns of each field according to the option `columns`; an empty tuple if a field has no column."""
+    documented_columns = {field: field for field in REQUIRED + OPTIONAL}
     columns_of_field: dict[str, tuple[str, ...]] = {}
-    for field, names in ({field: field for field in REQUIRED + OPTIONAL} | dict(columns)).items():
+    for field, names in (documented_columns | dict(columns)).items():
         columns_of_field[field] = (names,) if isinstance(names, str) else tuple(names or ())
     return columns_of_field
 
@@ -226,12 +228,12 @@ def _required_fields(columns_of_field: Mapping[str, tuple[str, ...]], with_split
 
 def _required_columns(fields: Sequence[str], columns_of_field: Mapping[str, tuple[str, ...]]) -> list[str]:
     """Return the columns that a table must have. If a field lists several columns, each of them is optional."""
-    required = []
+    required_columns = []
     for field in fields:
         names = columns_of_field[field]
         if len(names) < 2:
-            required += columns_in(names[0] if names else field)
-    return required
+            required_columns += columns_in(names[0] if names else field)
+    return required_columns
 
 
 def _refuse_named_splits(root: Path, manifest: Manifest, columns: Mapping[Any, Any], splits: Any) -> None:
@@ -266,13 +268,13 @@ def _refuse_split_column(location: Path, value: Any, columns: Mapping[Any, Any])
         raise DataError("datasets.draw_beside_column_split", path=location, value=describe(value["split"]))
 
 
-def _draw_when_read(root: Path, rows: Iterable[Row], shares: SplitShares, notes: list[str]) -> Iterator[Row]:
+def _draw_lazily(root: Path, rows: Iterable[Row], shares: SplitShares, notes: list[str]) -> Iterator[Row]:
     """Yield the rows with drawn splits. This is a generator, so the table is only read when the first row is needed."""
     yield from draw_splits(root, list(rows), shares, notes)
 
 
-def _drop_no_captions(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
-    """Yield the rows without texts that stand for a missing caption. If there are no such texts, add a note."""
+def _drop_placeholders(rows: Iterable[Row], no_caption: Sequence[str], notes: list[str]) -> Iterator[Row]:
+    """Remove texts that stand for a missing caption from the rows. If no row has such a text, add a note."""
     dropped_texts = {text.strip().casefold() for text in no_caption}
     caption_count = 0
     dropped_count = 0
@@ -317,7 +319,7 @@ class _OptionChecks:
         self._text_count = 0
         self._separated_count = 0
 
-    def takes(self, value: Any, split_columns: Sequence[str]) -> bool:
+    def selects(self, value: Any, split_columns: Sequence[str]) -> bool:
         """Return True if `where` selects the row. An invalid row is also selected, so that its fault is reported.
 
         Args:
@@ -326,15 +328,16 @@ class _OptionChecks:
         if not isinstance(value, dict):
             return True
         self._columns.add(value)
-        for column in split_columns if self.splits.splits else ():
-            # If a row does not fit a template, the fault is reported when its fields are read
-            with suppress(DataError):
-                self.splits.add(look_up(value, column))
-        return not self._where.wanted or self._where.matches(value)
+        if self.splits.splits:
+            for column in split_columns:
+                # If a row does not fit a template, the fault is reported when its fields are read
+                with suppress(DataError):
+                    self.splits.add(look_up(value, column))
+        return not self._where.accepted_values or self._where.matches(value)
 
     def is_unchanged(self, value: Any) -> bool:
         """Return True if `no_change` matches the row."""
-        return isinstance(value, dict) and bool(self._no_change.wanted) and self._no_change.matches(value)
+        return isinstance(value, dict) and bool(self._no_change.accepted_values) and self._no_change.matches(value)
 
     def separate(self, captions: Any) -> Any:
         """Split each text in a list of captions at the separator. Return any other value unchanged."""
@@ -344,11 +347,11 @@ class _OptionChecks:
             return captions
         self._text_count += len(captions)
         self._separated_count += sum(self.separator in text for text in captions)
-        separated = []
+        separated_captions = []
         for text in captions:
             parts = [part.strip() for part in text.split(self.separator) if part.strip()]
-            separated += parts or [""]
-        return separated
+            separated_captions += parts or [""]
+        return separated_captions
 
     def finish(self) -> None:
         """Check the options and complete the notes after the last row.
@@ -370,7 +373,7 @@ class _OptionChecks:
         self.notes.extend([*self._where.notes(), *self._no_change.notes(), *self.change_types.notes()])
 
 
-def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
+def _manifest_files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
     """Yield the files that the option `manifest` names.
 
     Yields:
@@ -417,7 +420,7 @@ def relative_to_root(image: Any, root_names: tuple[str, str]) -> Any:
     return image
 
 
-def _fields(
+def _read_fields(
     value: Any, columns_of_field: Mapping[str, tuple[str, ...]], required_fields: list[str]
 ) -> tuple[dict[str, Any], Fault | None]:
     """Return the values of a row by field, and the fault that makes the row unusable, or None."""
@@ -428,12 +431,13 @@ def _fields(
         return fields, unexpected("row", "an object", value)
     try:
         for field, columns in columns_of_field.items():
-            looked_up = [look_up(value, column) for column in columns]
-            values = [column_value for column_value in looked_up if column_value is not None]
+            cells = [look_up(value, column) for column in columns]
+            values = [cell for cell in cells if cell is not None]
             fields[field] = next(iter(values), None)
             if field == "captions" and len(values) > 1:
                 fields[field] = _join_captions(values)
-        fields["captions"], fields["questions"] = _answer(fields["captions"], "".join(columns_of_field["captions"][:1]))
+        caption_column = "".join(columns_of_field["captions"][:1])
+        fields["captions"], fields["questions"] = _split_conversation(fields["captions"], caption_column)
     except DataError as error:
         return fields, error.fault
     if isinstance(fields["question"], str) and fields["question"].strip():
@@ -444,9 +448,10 @@ def _fields(
         if fault:
             return fields, fault
         fields["before"], fields["after"] = fields["images"]
-    missing = [" or ".join(columns_of_field[field]) or field for field in required_fields if fields[field] is None]
-    if missing:
-        return fields, Fault("datasets.missing_value", key=", ".join(missing))
+    missing_fields = [field for field in required_fields if fields[field] is None]
+    missing_columns = [" or ".join(columns_of_field[field]) or field for field in missing_fields]
+    if missing_columns:
+        return fields, Fault("datasets.missing_value", key=", ".join(missing_columns))
     return fields, None
 
 
@@ -455,13 +460,17 @@ def _join_captions(values: Sequence[Any]) -> list[Any]:
     captions: list[Any] = []
     for value in values:
         if value != "":
-            parsed = parse_captions(value)
-            captions += parsed if isinstance(parsed, list) else [parsed]
+            captions_of_column = parse_captions(value)
+            captions += captions_of_column if isinstance(captions_of_column, list) else [captions_of_column]
     return captions if any(value != "" for value in values) else [""]
 
 
-def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
-    """Return the answer and the questions of a conversation. Return any other value unchanged, without questions."""
+def _split_conversation(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
+    """Return the answer and the questions of a conversation. Return any other value unchanged, without questions.
+
+    Raises:
+        DataError: the conversation does not have exactly one answer.
+    """
     if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
         return captions, ()
     key = "value" if "value" in captions[0] else "content"
@@ -482,11 +491,12 @@ def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
 def _text_of(content: Any) -> Any:
     """Return the text of a turn in a conversation. If its content is a list of parts, join their texts."""
     if isinstance(content, list):
-        return " ".join(str(pick(part, "text")) for part in content if pick(part, "text"))
+        texts = [pick(part, "text") for part in content]
+        return " ".join(str(text) for text in texts if text)
     return content
 
 
-def _row(location: str, fields: dict[str, Any], file_split: str | None, checks: _OptionChecks) -> Row:
+def _make_row(location: str, fields: dict[str, Any], file_split: str | None, checks: _OptionChecks) -> Row:
     """Return the row of a pair, made from its fields and the options."""
     before = fields["before"]
     after = fields["after"]
@@ -517,7 +527,7 @@ def _as_name(value: Any) -> Any:
     return str(value) if isinstance(value, int) else value
 
 
-PERMISSION = Permission("yes", "a collection of one's own: whoever writes the manifest decides")
+PERMISSION = Permission("yes", "the user collected the pairs and decides about their use")
 SPEC = DatasetSpec(
     title="own pairs",
     page=None,

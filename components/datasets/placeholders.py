@@ -2,7 +2,7 @@
 
 import re
 
-# In lowercase and without surrounding quotes, brackets and punctuation, as `says_nothing` compares them
+# In lowercase and without surrounding quotes, brackets and punctuation, as `is_placeholder` compares them
 TEXTS_FOR_NO_CAPTION = {
     "nan", "none", "null", "nil", "n/a", "n.a", "na", "nat", "undefined", "missing", "empty", "blank", "unknown",
     "unlabeled", "tbd", "todo", "fixme", "test", "caption", "true", "false", "no caption", "no captions",
@@ -37,14 +37,14 @@ PLACEHOLDER_TEXT = re.compile(
 )
 
 
-def says_nothing(text: str) -> bool:
+def is_placeholder(text: str) -> bool:
     """Return True if a text is not a caption: it has no letters, is a placeholder, or means that a value is missing."""
     plain_text = text.strip("\"'`()[]{}<>.!*#$ \t\r\n").casefold()
     has_letter = re.search(r"[^\W\d_]", plain_text) is not None
-    return not has_letter or plain_text in TEXTS_FOR_NO_CAPTION or _is_placeholder(plain_text)
+    return not has_letter or plain_text in TEXTS_FOR_NO_CAPTION or _matches_placeholder_pattern(plain_text)
 
 
-def _is_placeholder(plain_text: str) -> bool:
+def _matches_placeholder_pattern(plain_text: str) -> bool:
     # Checking the beginning and end rules out most captions faster than the pattern does
     is_candidate = plain_text.endswith(ENDINGS_OF_PLACEHOLDERS) or plain_text.startswith(BEGINNINGS_OF_PLACEHOLDERS)
     return is_candidate and PLACEHOLDER_TEXT.fullmatch(plain_text) is not None

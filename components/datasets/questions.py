@@ -31,11 +31,11 @@ LONG_QUESTIONS = {
 
 def asks_what_changed(question: str) -> bool:
     """Return True if a question is known to ask what changed between two images."""
-    plain_question = _plain(question)
+    plain_question = _plain_words(question)
     return SHORT_QUESTION.fullmatch(plain_question) is not None or plain_question in LONG_QUESTIONS
 
 
-def _plain(question: str) -> str:
+def _plain_words(question: str) -> str:
     """Return the lowercase words of a question, without image placeholders and punctuation."""
     text = IMAGE_PLACEHOLDER.sub(" ", question).casefold()
     return " ".join(re.sub(r"[^\w\s]", " ", text).split())

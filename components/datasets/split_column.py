@@ -106,13 +106,17 @@ class CandidateColumn:
                 split = split_of_cell(value) or split_in_name(value)
                 if split is not None:
                     split_of_value[value] = split
-        readings = readings_of_splits(dict(sorted(split_of_value.items())))
-        return [{value: split for value, split in reading.items() if value != split} for reading in readings]
+        options = []
+        for reading in readings_of_splits(dict(sorted(split_of_value.items()))):
+            options.append({value: split for value, split in reading.items() if value != split})
+        return options
 
     def __str__(self) -> str:
-        shown = [f"{value!r} ({count:,})" for value, count in self.counts.most_common(MAX_SHOWN_VALUES)]
-        hidden_count = len(self.counts) - len(shown)
-        return f"{self.name} holds {', '.join(shown)}" + (f" and {hidden_count:,} more" if hidden_count else "")
+        common_values = self.counts.most_common(MAX_SHOWN_VALUES)
+        descriptions = ", ".join(f"{value!r} ({count:,})" for value, count in common_values)
+        hidden_count = len(self.counts) - len(common_values)
+        ending = f" and {hidden_count:,} more" if hidden_count else ""
+        return f"{self.name} holds {descriptions}{ending}"
 
 
 @dataclass(frozen=True)
@@ -152,18 +156,19 @@ def choose_split_column(
     """
     candidates = [name for name, column in values.items() if _is_candidate(name, column)]
     columns = _read_columns(path, table_options, candidates)
-    documented = [column for column in columns if column.has_documented_header]
-    sure = [column for column in columns if column.is_sure and not column.has_documented_header]
-    if documented:
-        return _choose_documented(path, documented[0], sure)
-    if sure:
-        if any(column.splits_of_rows != sure[0].splits_of_rows for column in sure):
-            return _ask(path, sure, "datasets.columns_of_different_splits")
-        note = f"{path.name}: {sure[0]}, so it is the split: option `columns`"
-        return _take(path, sure[0], [note], [column.name for column in sure])
-    doubtful = [column for column in columns if column.may_name_splits]
-    if doubtful:
-        return _ask(path, doubtful, "datasets.columns_of_possible_splits", [dict(options_without_column)])
+    columns_with_documented_header = [column for column in columns if column.has_documented_header]
+    sure_columns = [column for column in columns if column.is_sure and not column.has_documented_header]
+    if columns_with_documented_header:
+        return _choose_documented(path, columns_with_documented_header[0], sure_columns)
+    if sure_columns:
+        chosen_column = sure_columns[0]
+        if any(column.splits_of_rows != chosen_column.splits_of_rows for column in sure_columns):
+            return _ask_user(path, sure_columns, "datasets.columns_of_different_splits")
+        note = f"{path.name}: {chosen_column}, so it is the split: option `columns`"
+        return _choose_column(path, chosen_column, [note], [column.name for column in sure_columns])
+    possible_columns = [column for column in columns if column.may_name_splits]
+    if possible_columns:
+        return _ask_user(path, possible_columns, "datasets.columns_of_possible_splits", [dict(options_without_column)])
     return SplitChoice()
 
 
@@ -174,15 +179,15 @@ def documented_columns(names: Sequence[str]) -> list[str]:
 
 def _choose_documented(path: Path, column: CandidateColumn, rivals: list[CandidateColumn]) -> SplitChoice:
     """Choose the column with the documented header. Ask if it contains numbers or if another column contradicts it."""
-    contradicting = [rival for rival in rivals if rival.splits_of_rows != column.splits_of_rows]
-    if contradicting:
-        return _ask(path, [column, *contradicting], "datasets.columns_of_different_splits")
+    contradicting_columns = [rival for rival in rivals if rival.splits_of_rows != column.splits_of_rows]
+    if contradicting_columns:
+        return _ask_user(path, [column, *contradicting_columns], "datasets.columns_of_different_splits")
     if column.holds_numbers:
-        return _ask(path, [column], "datasets.split_of_numbers")
-    return _take(path, column, [], [column.name, *(rival.name for rival in rivals)])
+        return _ask_user(path, [column], "datasets.split_of_numbers")
+    return _choose_column(path, column, [], [column.name, *(rival.name for rival in rivals)])
 
 
-def _take(path: Path, column: CandidateColumn, notes: list[str], occupied: list[str]) -> SplitChoice:
+def _choose_column(path: Path, column: CandidateColumn, notes: list[str], occupied: list[str]) -> SplitChoice:
     """Choose a column as the split column. If a split name in it is ambiguous, add a question for the user."""
     readings = column.readings()
     if len(readings) > 1:
@@ -195,7 +200,7 @@ def _take(path: Path, column: CandidateColumn, notes: list[str], occupied: list[
     return SplitChoice(column.name, splits=splits, notes=notes, occupied=occupied)
 
 
-def _ask(
+def _ask_user(
     path: Path, columns: Sequence[CandidateColumn], code: str, further_answers: Sequence[dict[str, Any]] = ()
 ) -> SplitChoice:
     """Return a choice without a column, with a question that asks the user which column names the split.
@@ -205,13 +210,13 @@ def _ask(
     """
     answers: list[dict[str, Any]] = []
     for column in columns:
-        answers += _answers(column)
+        answers += _answers_for(column)
     answers += further_answers
     doubt = Doubt(Fault(code, path=path.name, columns=[str(column) for column in columns]), answers)
     return SplitChoice(doubts=[doubt], occupied=[column.name for column in columns])
 
 
-def _answers(column: CandidateColumn) -> Iterator[dict[str, Any]]:
+def _answers_for(column: CandidateColumn) -> Iterator[dict[str, Any]]:
     """Yield the options for each possible meaning of a column's values, as answers to a question.
 
     If the values are numbers, there are two possible meanings. If some values are not split names, one answer leaves
@@ -275,9 +280,9 @@ def _read_columns(path: Path, table_options: Mapping[str, Any], names: Sequence[
     parquet_columns: list[str] = []
     if path.suffix.lower() == ".parquet":
         # Reading embedded images would take most of the time
-        parquet_columns = [
-            column for column in column_names(path) if any(f"{name}.".startswith(f"{column}.") for name in names)
-        ]
+        for column_name in column_names(path):
+            if any(f"{name}.".startswith(f"{column_name}.") for name in names):
+                parquet_columns.append(column_name)
     delimiter = table_options.get("delimiter")
     for _, row in read_values(path, (), delimiter, table_options.get("rows", ""), parquet_columns or None):
         if not isinstance(row, dict):

@@ -32,15 +32,18 @@ FIELDS = {"img_id": str, "sentences": list}
 def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> Iterator[spec.Row]:
     """Yield one row per `img_id` in a split, at the position of its first record. Broken records are not merged."""
 
-    def row(split: str, where: str, record: dict[str, Any]) -> spec.Row:
+    def make_row(split: str, source: str, record: dict[str, Any]) -> spec.Row:
         name = f"{record['img_id']}.png"
         image = f"{images}/{record['img_id']}"
-        return spec.Row(name, split, name, f"{image}{suffix}", f"{image}_2{suffix}", record["sentences"], [], where)
+        before = f"{image}{suffix}"
+        after = f"{image}_2{suffix}"
+        return spec.Row(name, split, name, before, after, record["sentences"], [], source)
 
     for split in SPLITS:
         file = f"annotations/{split}.json"
         records = enumerate_records(file, read_json(root / file, list))
-        yield from spec.merge_rows(spec.make_rows(split, records, FIELDS, row), f"{file}, record ")
+        rows = spec.make_rows(split, records, FIELDS, make_row)
+        yield from spec.merge_rows(rows, f"{file}, record ")
 
 
 PUBLISHED = spec.Published(
@@ -51,7 +54,7 @@ PUBLISHED = spec.Published(
     spec.SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )
 CLIP4IDC = "sushizixin/CLIP4IDC: gt/spot_total_change_captions_reformat.json; OmniDiff (arXiv 2503.11093)"
-SCORED: dict[str, Any] = {"n": PUBLISHED.test.pairs, "metrics": spec.METRICS_WITH_SPICE}
+SCORING: dict[str, Any] = {"n": PUBLISHED.test.pairs, "metrics": spec.METRICS_WITH_SPICE}
 SPEC = spec.DatasetSpec(
     title="Spot-the-Diff",
     page="https://github.com/harsh19/spot-the-diff",
@@ -61,9 +64,9 @@ SPEC = spec.DatasetSpec(
     files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
     published=(PUBLISHED,),
     protocols=(
-        spec.Protocol("single-change", source=CLIP4IDC, **SCORED),
+        spec.Protocol("single-change", source=CLIP4IDC, **SCORING),
         spec.Protocol(
-            "multi-change", references="joined", max_words=60, source="tuyunbin/CARD: spot-the-diff", **SCORED
+            "multi-change", references="joined", max_words=60, source="tuyunbin/CARD: spot-the-diff", **SCORING
         ),
     ),
 )

@@ -28,34 +28,36 @@ from m3diff.datasets import emu_edit, spec
 from m3diff.datasets.files import read_json, read_text
 from m3diff.records.errors import Fault
 
-PARTS = {"train": "train", "validation": "val"}
-MARK = "<INSTRUCT>"
-VARIANTS = "gt_augmented_test_clean.json"
-EMU = "emu_edit"
+SPLIT_OF_PART = {"train": "train", "validation": "val"}
+SEPARATOR = "<INSTRUCT>"
+PARAPHRASES_FILE = "gt_augmented_test_clean.json"
+EMU_FOLDER = "emu_edit"
 
 
 def read(root: Path) -> Iterator[spec.Row]:
     """Yield one row per line of the two instruction files, then the numbers in `splits.json` that have no line."""
-    split_of_pair = dict[int, str]()
-    emu_root = root / EMU
+    split_of_pair: dict[int, str] = {}
+    emu_root = root / EMU_FOLDER
 
     def note_split(part: str, idx: int) -> Iterable[spec.Row]:
-        split_of_pair[idx] = PARTS[part]
+        split_of_pair[idx] = SPLIT_OF_PART[part]
         return ()
 
     # This fills `split_of_pair`. It only yields rows, which are broken, for entries that are not numbers
-    yield from spec.rows_by_scene(root / "splits.json", note_split, tuple(PARTS))
-    images = {}
+    yield from spec.rows_by_scene(root / "splits.json", note_split, tuple(SPLIT_OF_PART))
+    images: dict[str, tuple[Any, Any]] = {}
     if emu_root.is_dir():
         images = {row.name: (row.before, row.after) for row in emu_edit.read(emu_root)}
 
-    def pair(part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: Fault | None) -> spec.Row:
+    def make_row(
+        part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: Fault | None
+    ) -> spec.Row:
         """Return the row of a pair, with the name and images that the pair has in Emu Edit."""
         name = f"{part}-{idx}"
         # validate reports a missing image by its path, so this path shows where the image should be
-        location = f"{EMU}/data/{part}-*.parquet, idx {idx}"
-        sides = images.get(name, (f"{location}, {emu_edit.BEFORE}", f"{location}, {emu_edit.AFTER}"))
-        return spec.Row(name, split, name, *sides, texts, [], source, fault)
+        location = f"{EMU_FOLDER}/data/{part}-*.parquet, idx {idx}"
+        before, after = images.get(name, (f"{location}, {emu_edit.BEFORE}", f"{location}, {emu_edit.AFTER}"))
+        return spec.Row(name, split, name, before, after, texts, [], source, fault)
 
     file = "instructions_with_idx_train_split.txt"
     numbers_with_line = set[int]()
@@ -67,12 +69,12 @@ def read(root: Path) -> Iterator[spec.Row]:
         fault = None
         if line.idx not in split_of_pair:
             fault = Fault("datasets.scene_without_split", key="split", file="splits.json")
-        yield pair("validation", line.idx, split_of_pair.get(line.idx), [line.text], line.source, fault)
+        yield make_row("validation", line.idx, split_of_pair.get(line.idx), [line.text], line.source, fault)
     for idx in sorted(split_of_pair.keys() - numbers_with_line):
         fault = Fault("datasets.no_line_for_pair", key="instruction", file=file)
-        yield pair("validation", idx, split_of_pair[idx], [], f"splits.json, {idx}", fault)
+        yield make_row("validation", idx, split_of_pair[idx], [], f"splits.json, {idx}", fault)
 
-    paraphrases_by_key = read_json(root / VARIANTS, dict)
+    paraphrases_by_key = read_json(root / PARAPHRASES_FILE, dict)
     for line in _read_lines(root, "instructions_with_idx_test_split.txt"):
         if line.idx is None:
             yield spec.broken_row("test", line.source, line.fault)
@@ -80,10 +82,10 @@ def read(root: Path) -> Iterator[spec.Row]:
         key = f"{line.idx} "
         paraphrases = paraphrases_by_key.get(key)
         if isinstance(paraphrases, list):
-            yield pair("test", line.idx, "test", [*paraphrases, line.text], line.source, None)
+            yield make_row("test", line.idx, "test", [*paraphrases, line.text], line.source, None)
         else:
-            fault = spec.unexpected(f"{VARIANTS} {key!r}", "a list", paraphrases)
-            yield pair("test", line.idx, "test", [], line.source, fault)
+            fault = spec.unexpected(f"{PARAPHRASES_FILE} {key!r}", "a list", paraphrases)
+            yield make_row("test", line.idx, "test", [], line.source, fault)
 
 
 @dataclass(frozen=True)
@@ -97,30 +99,35 @@ class _InstructionLine:
 
 
 def _read_lines(root: Path, file: str) -> Iterator[_InstructionLine]:
+    """Yield the lines of an instruction file that are not blank."""
     for number, line in enumerate(read_text(root / file).split("\n"), 1):
         if line.strip():
-            idx, mark, text = line.partition(MARK)
-            is_usable = bool(mark) and idx.strip().isdecimal()
-            yield _InstructionLine(
-                source=f"{file}, line {number}",
-                idx=int(idx) if is_usable else None,
-                text=text.strip(),
-                fault=None if is_usable else spec.unexpected("line", f"'<number> {MARK} <text>'", line),
-            )
+            idx, separator, text = line.partition(SEPARATOR)
+            source = f"{file}, line {number}"
+            if separator and idx.strip().isdecimal():
+                yield _InstructionLine(source, int(idx), text.strip(), fault=None)
+            else:
+                fault = spec.unexpected("line", f"'<number> {SEPARATOR} <text>'", line)
+                yield _InstructionLine(source, None, text.strip(), fault)
 
 
 PUBLISHED = spec.Published(
     "syned", "Syned", spec.SplitCount(3_050, 3_050), spec.SplitCount(539, 539), spec.SplitCount(2_022, 10_053)
 )
-NOT_SOLD = spec.Permission("conditions", "credit the authors of Syned and of Emu Edit; no commercial use")
+NON_COMMERCIAL = spec.Permission("conditions", "credit the authors of Syned and of Emu Edit; no commercial use")
 BLIP2IDC = "gautierevn/BLIP2IDC: code_release/train_BLIP2IDC.py"
 SPEC = spec.DatasetSpec(
     title="Syned",
     page="https://github.com/gautierevn/BLIP2IDC",
     paper="Reframing Image Difference Captioning with BLIP2IDC and Synthetic Augmentation (Evennou et al., WACV 2025)",
-    licence=spec.Licence.of("MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NOT_SOLD),
+    licence=spec.Licence.of("MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NON_COMMERCIAL),
     read=read,
-    files=("splits.json", "instructions_with_idx_train_split.txt", "instructions_with_idx_test_split.txt", VARIANTS),
+    files=(
+        "splits.json",
+        "instructions_with_idx_train_split.txt",
+        "instructions_with_idx_test_split.txt",
+        PARAPHRASES_FILE,
+    ),
     task="edit",
     published=(PUBLISHED,),
     protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, source=BLIP2IDC),),

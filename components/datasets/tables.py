@@ -73,11 +73,11 @@ class TableSample:
                 if isinstance(value, dict):
                     for key, inner_value in value.items():
                         values.setdefault(f"{name}.{key}", []).append(inner_value)
-        return {
-            name: [value for value in column if value is not None]
-            for name, column in values.items()
-            if not set("{}") & set(name)
-        }
+        values_without_nulls = {}
+        for name, column in values.items():
+            if "{" not in name and "}" not in name:
+                values_without_nulls[name] = [value for value in column if value is not None]
+        return values_without_nulls
 
 
 def read_sample(path: Path) -> TableSample:
@@ -93,9 +93,11 @@ def read_sample(path: Path) -> TableSample:
         header = column_names(path)
     elif suffix in DELIMITERS:
         options = delimiter_of(path)
-        header = _header(read_text(path), options.get("delimiter") or DELIMITERS[suffix])
-    elif suffix == ".json" and (rows_at := _rows_in(path)):
-        options["rows"] = rows_at
+        header = _read_header(read_text(path), options.get("delimiter") or DELIMITERS[suffix])
+    elif suffix == ".json":
+        key_of_rows = _key_of_rows(path)
+        if key_of_rows:
+            options["rows"] = key_of_rows
     fault = Fault("datasets.no_row", path=path)
     rows: list[dict[str, Any]] = []
     for location, row in read_values(path, (), options.get("delimiter"), options.get("rows", "")):
@@ -118,19 +120,20 @@ def delimiter_of(path: Path) -> dict[str, str]:
     Raises:
         DataError: the file cannot be read.
     """
-    default = DELIMITERS.get(path.suffix.lower())
-    if default is None:
+    default_delimiter = DELIMITERS.get(path.suffix.lower())
+    if default_delimiter is None:
         return {}
     text = read_text(path)
     if SEP_LINE.match(text):
         return {}
     # In case of a tie, the suffix decides: `id,name;alias` in a CSV file
-    candidates = (default, *(separator for separator in SEPARATORS if separator != default))
-    best = max(candidates, key=lambda separator: len(_header(text, separator)))
-    return {} if best == default else {"delimiter": best}
+    other_separators = [separator for separator in SEPARATORS if separator != default_delimiter]
+    candidates = [default_delimiter, *other_separators]
+    delimiter = max(candidates, key=lambda separator: len(_read_header(text, separator)))
+    return {} if delimiter == default_delimiter else {"delimiter": delimiter}
 
 
-def _header(text: str, delimiter: str) -> list[str]:
+def _read_header(text: str, delimiter: str) -> list[str]:
     """Return the column names in the first non-empty line of a table."""
     sep_line = SEP_LINE.match(text)
     table_text = io.StringIO(text[sep_line.end() if sep_line else 0 :], newline="")
@@ -143,7 +146,7 @@ def _header(text: str, delimiter: str) -> list[str]:
         return []
 
 
-def _rows_in(path: Path) -> str | None:
+def _key_of_rows(path: Path) -> str | None:
     """Return the key of the list of rows in a JSON file that contains an object, or None if there is no such key.
 
     Raises:
@@ -151,10 +154,10 @@ def _rows_in(path: Path) -> str | None:
     """
     value = parse_json(read_text(path), path)
     items = value.items() if isinstance(value, dict) else ()
-    lists = [key for key, rows in items if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
-    if len(lists) > 1:
-        raise DataError("datasets.several_lists_of_rows", path=path, names=lists, file=path.name, example=lists[0])
-    return lists[0] if lists else None
+    keys = [key for key, rows in items if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+    if len(keys) > 1:
+        raise DataError("datasets.several_lists_of_rows", path=path, names=keys, file=path.name, example=keys[0])
+    return keys[0] if keys else None
 
 
 @dataclass(frozen=True)
@@ -177,11 +180,11 @@ def find_image_columns(root: Path, values: Mapping[str, list[Any]]) -> ImageColu
         root: the folder to which the table's paths are relative.
         values: the first values of each column, as returned by `TableSample.values`.
     """
-    columns = _named_columns(values)
-    return columns if columns.answers else _templates(root, values)
+    columns = _find_columns(values)
+    return columns if columns.answers else _find_templates(root, values)
 
 
-def _named_columns(values: Mapping[str, list[Any]]) -> ImageColumns:
+def _find_columns(values: Mapping[str, list[Any]]) -> ImageColumns:
     """Find two columns that contain images or have the documented names, or one column with lists of both images."""
     pairs = choose_sides([name for name, column in values.items() if holds_images(column)])
     list_column = _list_column(values)
@@ -211,7 +214,7 @@ def holds_images(column: Sequence[Any]) -> bool:
     return image_count > 0 and 2 * image_count >= len(column)
 
 
-def _templates(root: Path, values: Mapping[str, list[Any]]) -> ImageColumns:
+def _find_templates(root: Path, values: Mapping[str, list[Any]]) -> ImageColumns:
     """Return path templates such as `before/{name}.png` if a column contains the names of images in two folders."""
     folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
     folder_pairs = choose_sides(folders) if len(folders) <= MAX_FOLDERS else []
@@ -219,9 +222,10 @@ def _templates(root: Path, values: Mapping[str, list[Any]]) -> ImageColumns:
         stem = next((value for value in column if isinstance(value, str | int)), "")
         for suffix in ("", *IMAGE_SUFFIXES):
             image = f"{stem}{suffix}"
-            pairs_with_image = [
-                pair for pair in folder_pairs if all(os.path.isfile(root / folder / image) for folder in pair)
-            ]
+            pairs_with_image = []
+            for before, after in folder_pairs:
+                if os.path.isfile(root / before / image) and os.path.isfile(root / after / image):
+                    pairs_with_image.append((before, after))
             if pairs_with_image:
                 template = f"{{{name}}}{suffix}"
                 answers = [
@@ -334,6 +338,6 @@ def _proposed_names(number: int, before: Path | Embedded, after: Path | Embedded
     if not isinstance(before, Path) or not isinstance(after, Path):
         return [f"{number:05}", f"row-{number:05}"]
     parts = [part for part in before.with_suffix("").parts if part not in (before.anchor, "..")]
-    proposed = ["/".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
-    with_after = f"{before.stem}-{after.stem}"
-    return [*proposed, with_after, f"{with_after}-row-{number:05}"]
+    names_with_folders = ["/".join(parts[start:]) for start in range(len(parts) - 1, -1, -1)]
+    name_of_both_images = f"{before.stem}-{after.stem}"
+    return [*names_with_folders, name_of_both_images, f"{name_of_both_images}-row-{number:05}"]

@@ -213,7 +213,7 @@ def _names_one_image(name: str) -> bool:
     return bool({*words_in(name)} & (ORDER_WORDS - {"edit"} | IMAGE_WORDS))
 
 
-def _rank(name: str, column: Sequence[Any]) -> int:
+def _rank_column(name: str, column: Sequence[Any]) -> int:
     """Return a rank for how likely a column contains captions of the change, from 0 (most likely) to 4."""
     words = {*words_in(name)}
     is_constant = len(column) >= MIN_VALUES_FOR_PROMPT and len({str(value) for value in column}) == 1
@@ -234,19 +234,23 @@ def _caption_columns(values: Mapping[str, list[Any]]) -> list[list[str]]:
     """
     if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
         return [[_path_to_texts("captions", values["captions"])]]
-    candidates = _candidates(values)
+    candidates = _candidate_columns(values)
     if len(candidates) < 2:
         return [[_path_to_texts(name, values[name])] for name in candidates]
 
-    has_caption_header = any(CAPTION_WORDS.intersection(words_in(name)) for name in _statements(values))
-    names_without_numbers = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in candidates}
+    has_caption_header = any(CAPTION_WORDS.intersection(words_in(name)) for name in _columns_without_questions(values))
+    names_without_numbers = set()
+    for name in candidates:
+        names_without_numbers.add(tuple(word for word in words_in(name) if not word.isdecimal()))
     if has_caption_header and len(names_without_numbers) == 1:
         # caption_1, caption_2
         return [sorted(candidates, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]
 
-    rank = {name: _rank(name, values[name]) for name in candidates}
+    rank = {name: _rank_column(name, values[name]) for name in candidates}
     candidates.sort(key=lambda name: rank[name])
-    further_texts = [name for name in _statements(values) if is_text(values[name]) and name not in candidates]
+    further_texts = [
+        name for name in _columns_without_questions(values) if is_text(values[name]) and name not in candidates
+    ]
     answers = [[_path_to_texts(name, values[name])] for name in [*candidates, *further_texts]]
     # An edit and its inverse, or an edit and a description, are not captions of the same change
     joint_columns = candidates
@@ -258,7 +262,7 @@ def _caption_columns(values: Mapping[str, list[Any]]) -> list[list[str]]:
     return answers
 
 
-def _statements(values: Mapping[str, list[Any]]) -> list[str]:
+def _columns_without_questions(values: Mapping[str, list[Any]]) -> list[str]:
     """Return the columns that may contain captions and do not contain questions."""
     return [
         name
@@ -267,22 +271,22 @@ def _statements(values: Mapping[str, list[Any]]) -> list[str]:
     ]
 
 
-def _candidates(values: Mapping[str, list[Any]]) -> list[str]:
+def _candidate_columns(values: Mapping[str, list[Any]]) -> list[str]:
     """Return the columns that may contain the captions, based on their names and values."""
-    statements = _statements(values)
-    with_caption_header = [name for name in statements if CAPTION_WORDS.intersection(words_in(name))]
-    texts = [name for name in statements if is_text(values[name])]
-    if with_caption_header:
-        changes = [name for name in texts if _has_change_header(name) or "query" in words_in(name)]
-        if not any(map(_names_one_image, with_caption_header)):
-            changes = [name for name in changes if not _holds_labels(name, values[name])]
-        candidates = list(dict.fromkeys([*with_caption_header, *changes]))
-        if all(map(_is_description_of_one_image, with_caption_header)):
+    possible_columns = _columns_without_questions(values)
+    caption_columns = [name for name in possible_columns if CAPTION_WORDS.intersection(words_in(name))]
+    text_columns = [name for name in possible_columns if is_text(values[name])]
+    if caption_columns:
+        change_columns = [name for name in text_columns if _has_change_header(name) or "query" in words_in(name)]
+        if not any(map(_names_one_image, caption_columns)):
+            change_columns = [name for name in change_columns if not _holds_labels(name, values[name])]
+        candidates = list(dict.fromkeys([*caption_columns, *change_columns]))
+        if all(map(_is_description_of_one_image, caption_columns)):
             # The change may be described in another text column with any name
-            candidates = list(dict.fromkeys([*candidates, *texts]))
+            candidates = list(dict.fromkeys([*candidates, *text_columns]))
         return candidates
-    if texts:
-        return texts
+    if text_columns:
+        return text_columns
     return [
         name
         for name, column in values.items()

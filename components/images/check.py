@@ -32,8 +32,8 @@ from m3diff.runtime import prepare
 OK = "ok"
 # Part of the cache's key, because verdicts from other versions of the decoders must not be used
 DECODER = (
-    f"Pillow {PIL.__version__}, simplejpeg {simplejpeg.__version__} strict, listed formats, sRGB by profile, "
-    "RGB by its bands, range by percentile, thumbnail 8x8 Hamming, shape"
+    f"Pillow {PIL.__version__}, simplejpeg {simplejpeg.__version__} strict, checksums of PNG, listed formats, "
+    "sRGB by profile, RGB by its bands, range by percentile, thumbnail 8x8 Hamming, shape"
 )
 
 GREY = "grey"  # stored in greyscale
@@ -87,24 +87,28 @@ def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> 
         cache: Parquet file that caches verdicts. The file is read and then replaced. It may be missing or damaged.
         stage: name of the stage, for the progress line.
     """
-    rows = [(path, *_stat(path)) for path in paths.drop_nulls().unique().sort()]
+    rows = [(path, *_read_stat(path)) for path in paths.drop_nulls().unique().sort()]
     stats = pl.DataFrame(rows, schema=STAT | {"verdict": pl.String, "code": pl.String}, orient="row")
-    absent = stats.filter(pl.col("verdict").is_not_null())
+    unusable_paths = stats.filter(pl.col("verdict").is_not_null())
     files = stats.filter(pl.col("verdict").is_null()).drop("verdict", "code")
-    cached = _load(cache, max_pixels)
-    unchanged = files.join(cached, on=list(STAT), how="inner")
-    changed = files.join(cached, on=list(STAT), how="anti")
-    fresh = _check_files(changed, cached, max_pixels, stage)
-    if fresh.height:
-        _store(cache, cached, fresh)
+    cached_checks = _load_cache(cache, max_pixels)
+    unchanged_files = files.join(cached_checks, on=list(STAT), how="inner")
+    changed_files = files.join(cached_checks, on=list(STAT), how="anti")
+    new_checks = _check_files(changed_files, cached_checks, max_pixels, stage)
+    if new_checks.height:
+        _store_cache(cache, cached_checks, new_checks)
     columns = ["path", *CHECK]
-    parts = [unchanged.select(columns), fresh.select(columns), absent.select("path", "verdict", "code")]
-    checked = pl.concat(parts, how="diagonal")
-    assert checked.height == stats.height, (checked.height, stats.height)
-    return checked.sort("path")
+    parts = [
+        unchanged_files.select(columns),
+        new_checks.select(columns),
+        unusable_paths.select("path", "verdict", "code"),
+    ]
+    all_checks = pl.concat(parts, how="diagonal")
+    assert all_checks.height == stats.height, (all_checks.height, stats.height)
+    return all_checks.sort("path")
 
 
-def _stat(path: str) -> tuple[int | str | None, ...]:
+def _read_stat(path: str) -> tuple[int | str | None, ...]:
     """Return the file's values for the columns of STAT except the path, followed by a verdict and a code.
 
     If the file is missing, inaccessible or not a regular file, the verdict and the code say so. Otherwise, both are
@@ -124,26 +128,27 @@ def _stat(path: str) -> tuple[int | str | None, ...]:
     return *no_values, str(fault), fault.code
 
 
-def _check_files(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int, stage: str) -> pl.DataFrame:
+def _check_files(files: pl.DataFrame, cached_checks: pl.DataFrame, max_pixels: int, stage: str) -> pl.DataFrame:
     """Check the files and return them with the results.
 
     A file whose content is cached under another path is hashed, but not decoded again.
     """
     if files.is_empty():
-        return cached.clear()
-    known_checks = {row["digest"]: row for row in cached.select(*CHECK).iter_rows(named=True)}
+        return cached_checks.clear()
+    check_by_digest = {row["digest"]: row for row in cached_checks.select(*CHECK).iter_rows(named=True)}
     paths = files["path"].to_list()
     batches = [paths[start : start + BATCH] for start in range(0, len(paths), BATCH)]
     check_batches = _check_on_cluster if "RAY_ADDRESS" in os.environ else _check_on_cores
-    checked_batches = check_batches(batches, frozenset(known_checks), max_pixels)
+    checked_batches = check_batches(batches, frozenset(check_by_digest), max_pixels)
     checks = progress(chain.from_iterable(checked_batches), f"{stage} images", total=len(paths), unit="image")
-    rows = [check | known_checks.get(check.get("digest"), {}) for check in checks]
+    rows = [check | check_by_digest.get(check.get("digest"), {}) for check in checks]
     return files.join(pl.from_dicts(rows, schema={"path": pl.String, **CHECK}), on="path")
 
 
 def _check_on_cores(
     batches: list[list[str]], known_digests: frozenset[bytes], max_pixels: int
 ) -> Iterator[list[dict[str, Any]]]:
+    """Check images on all cores of this machine, or in this process if there are only a few images."""
     if len(batches) == 1 and len(batches[0]) <= MIN_FILES_FOR_WORKERS:
         yield _check_here(batches[0], known_digests, max_pixels)
         return
@@ -169,29 +174,30 @@ def _check_on_cluster(
 
     ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)
     task = ray.remote(check_batch_on_node)
-    known_on_cluster = ray.put(known_digests)
-    pending: deque[ray.ObjectRef] = deque()
+    digests_on_cluster = ray.put(known_digests)
+    pending_results: deque[ray.ObjectRef] = deque()
     for batch in batches:
-        pending.append(task.remote(batch, known_on_cluster, max_pixels))
-        if len(pending) > TASKS_IN_FLIGHT:
-            yield ray.get(pending.popleft())
-    yield from ray.get(list(pending))
+        pending_results.append(task.remote(batch, digests_on_cluster, max_pixels))
+        if len(pending_results) > TASKS_IN_FLIGHT:
+            yield ray.get(pending_results.popleft())
+    yield from ray.get(list(pending_results))
 
 
-def _load(cache: Path, max_pixels: int) -> pl.DataFrame:
+def _load_cache(cache: Path, max_pixels: int) -> pl.DataFrame:
     """Load the cached checks of valid images. Invalid images are not cached, because a limit may change."""
     try:
-        cached = pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
+        entries = pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
     except (pl.exceptions.PolarsError, OSError):
-        # ignore a missing, truncated or outdated cache, because the images can be checked again
+        # Ignore a missing, truncated or outdated cache, because the images can be checked again
         return pl.DataFrame(schema=STAT | CHECK)
     is_usable = (pl.col("decoder") == DECODER) & (pl.max_horizontal("width", "height").pow(2) <= max_pixels)
-    return cached.filter(is_usable).drop("decoder").with_columns(code=pl.lit(None, dtype=pl.String))
+    return entries.filter(is_usable).drop("decoder").with_columns(code=pl.lit(None, dtype=pl.String))
 
 
-def _store(cache: Path, cached: pl.DataFrame, fresh: pl.DataFrame) -> None:
-    sound = fresh.filter(pl.col("verdict") == OK)
-    entries = pl.concat([sound, cached]).unique("path", keep="first", maintain_order=True)
+def _store_cache(cache: Path, cached_checks: pl.DataFrame, new_checks: pl.DataFrame) -> None:
+    """Add the new checks of valid images to the cache. They replace the cached checks of the same paths."""
+    valid_checks = new_checks.filter(pl.col("verdict") == OK)
+    entries = pl.concat([valid_checks, cached_checks]).unique("path", keep="first", maintain_order=True)
     buffer = io.BytesIO()
     entries.drop("code").with_columns(decoder=pl.lit(DECODER)).write_parquet(buffer)
     write_atomic(cache, buffer.getvalue())
@@ -231,37 +237,38 @@ def check_image(path: str, max_pixels: int, known_digests: frozenset[bytes] = fr
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        return {"path": path} | _verdict_of(Fault("images.unreadable_file", cause=error.strerror))
+        return {"path": path} | _describe_fault(Fault("images.unreadable_file", cause=error.strerror))
     content = {"path": path, "digest": hashlib.sha256(data).digest()}
     if content["digest"] in known_digests:
         return content
     if not data:
-        return content | _verdict_of(Fault("images.empty"))
+        return content | _describe_fault(Fault("images.empty"))
     shape: dict[str, Any] = {}
     try:
         with open_image(data) as image:
             shape = {"format": image.format, "width": image.width, "height": image.height}
             fault = size_fault(image, max_pixels)
             if fault is not None:
-                return content | shape | _verdict_of(fault)
-            shape["bits"] = _bits(image)
+                return content | shape | _describe_fault(fault)
+            shape["bits"] = _bits_per_channel(image)
             rgb = decode_to_rgb(image, data)
-            shape["color"] = GREY if image.mode in GREY_MODES else _color_of(rgb)
+            shape["color"] = GREY if image.mode in GREY_MODES else _classify_color(rgb)
             shape |= _upright_size(image)
             thumb = rgb.convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except ImageError as error:
-        return content | shape | _verdict_of(error.fault)
+        return content | shape | _describe_fault(error.fault)
     except Exception as error:  # Pillow raises about ten types for broken files, including SyntaxError and struct.error
         reason = (str(error) or type(error).__name__).replace("\n", " ")
-        return content | _verdict_of(Fault("images.undecodable", cause=reason[:MAX_CAUSE_CHARS]))
+        return content | _describe_fault(Fault("images.undecodable", cause=reason[:MAX_CAUSE_CHARS]))
     return content | shape | {"verdict": OK, "thumb": thumb}
 
 
-def _verdict_of(fault: Fault) -> dict[str, Any]:
+def _describe_fault(fault: Fault) -> dict[str, Any]:
+    """Return the columns of CHECK that describe a fault."""
     return {"verdict": str(fault), "code": fault.code}
 
 
-def _bits(image: Image.Image) -> int:
+def _bits_per_channel(image: Image.Image) -> int:
     """Return the number of bits per channel in the file. Must be called before decoding, which discards this number."""
     if image.mode == "1":
         return 1
@@ -279,12 +286,12 @@ def _upright_size(image: Image.Image) -> dict[str, int]:
     return {"width": image.width, "height": image.height}
 
 
-def _color_of(rgb: Image.Image) -> str:
+def _classify_color(rgb: Image.Image) -> str:
     """Return COLOR if any pixel in a sample is coloured, otherwise COLORLESS."""
     sample_size = (min(rgb.width, COLOR_SAMPLE_PX), min(rgb.height, COLOR_SAMPLE_PX))
     sample = rgb.resize(sample_size, Image.Resampling.NEAREST)
     red, green, blue = (np.asarray(channel) for channel in sample.split())
-    # computing two pairwise maximums is ten times as fast as a maximum over an axis of length 3
+    # Computing two pairwise maximums is ten times as fast as a maximum over an axis of length 3
     highest = np.maximum(np.maximum(red, green), blue)
     lowest = np.minimum(np.minimum(red, green), blue)
     return COLOR if int((highest - lowest).max()) > COLOR_LEVELS else COLORLESS

@@ -31,21 +31,22 @@ def to_srgb(image: Image.Image) -> Image.Image:
     mode = MODE_OF_COLOURS.get(image.mode, image.mode)
     if not isinstance(profile, bytes) or mode not in COLOUR_SPACES:
         return image
-    transform = _transform(profile, mode)
+    transform = _transform_to_srgb(profile, mode)
     if transform is None:
         return image
     alpha = None
     if image.has_transparency_data:
         image = image.convert("LA" if mode == "L" else "RGBA")
         alpha = image.getchannel("A")
-    converted: Image.Image = transform.apply(image if image.mode == mode else image.convert(mode))
+    colours = image if image.mode == mode else image.convert(mode)
+    srgb_image: Image.Image = transform.apply(colours)
     if alpha is not None:
-        converted.putalpha(alpha)
-    return converted
+        srgb_image.putalpha(alpha)
+    return srgb_image
 
 
 @lru_cache(maxsize=16)
-def _transform(profile: bytes, mode: str) -> Any:
+def _transform_to_srgb(profile: bytes, mode: str) -> Any:
     """Return Pillow's transform from a profile to sRGB, or None if no transform is needed or possible.
 
     No transform is needed if the profile is practically sRGB. It is not possible if the profile cannot be used.
@@ -56,13 +57,14 @@ def _transform(profile: bytes, mode: str) -> Any:
         file_profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if file_profile.profile.xcolor_space.strip() != COLOUR_SPACES[mode]:
             return None
-        srgb = ImageCms.createProfile("sRGB")
-        transform = ImageCms.buildTransform(file_profile, srgb, mode, "RGB")
+        srgb_profile = ImageCms.createProfile("sRGB")
+        transform = ImageCms.buildTransform(file_profile, srgb_profile, mode, "RGB")
         if mode == "CMYK":
             return transform
         colours = _test_colours(mode)
-        converted = np.asarray(transform.apply(colours), dtype=int)
-        difference = converted - np.asarray(colours.convert("RGB"), dtype=int)
+        srgb_values = np.asarray(transform.apply(colours), dtype=int)
+        values = np.asarray(colours.convert("RGB"), dtype=int)
+        difference = srgb_values - values
     except (ImageCms.PyCMSError, OSError, TypeError, ValueError):
         return None
     return transform if np.abs(difference).max() > SAME_COLOUR_LEVELS else None
@@ -75,9 +77,11 @@ def _test_colours(mode: str) -> Image.Image:
     """
     from PIL import Image
 
-    greys = np.arange(256, dtype=np.uint8)
+    grey_levels = np.arange(256, dtype=np.uint8)
     if mode == "L":
-        return Image.fromarray(greys[None])
+        return Image.fromarray(grey_levels[None])
+    greys = grey_levels[:, None].repeat(3, axis=1)
     levels = np.linspace(0, 255, GRID_LEVELS).astype(np.uint8)
     grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(-1, 3)
-    return Image.fromarray(np.concatenate([greys[:, None].repeat(3, axis=1), grid])[None])
+    colours = np.concatenate([greys, grid])
+    return Image.fromarray(colours[None])  # one row of pixels

@@ -113,7 +113,7 @@ class Picture:
     def load(cls, path: str) -> "Picture":
         """Read and decode a file."""
         data = Path(path).read_bytes()
-        # open the image twice, because decoding may discard the tables in its header
+        # Open the image twice, because decoding may discard the tables in its header
         return cls(rgb=to_rgb(open_image(data)), header=open_image(data), file_bytes=len(data))
 
 
@@ -132,22 +132,25 @@ def compare_pairs(pairs: pl.DataFrame, compare_px: int, cache: Path, stage: str)
     """
     digests = ("before_sha256", "after_sha256")
     pairs = pairs.with_columns(low=pl.min_horizontal(digests), high=pl.max_horizontal(digests))
-    cached = _load(cache)
-    known_pairs = cached.filter(px=compare_px, rule=RULE)
+    cached_results = _load_cache(cache)
+    results = cached_results.filter(px=compare_px, rule=RULE)
     has_same_content = pl.col("low") == pl.col("high")
-    distinct = pairs.filter(~has_same_content).unique(["low", "high"], maintain_order=True)
-    unknown = distinct.join(known_pairs, on=["low", "high"], how="anti")
-    if unknown.height:
-        likeness = pl.Series(_compare_all(unknown, compare_px, stage), dtype=pl.String)
-        fresh = unknown.select("low", "high", px=pl.lit(compare_px, pl.Int64), rule=pl.lit(RULE), likeness=likeness)
-        known_pairs = pl.concat([known_pairs, fresh])
-        _store(cache, pl.concat([cached, fresh]))
-    compared = pairs.join(known_pairs, on=["low", "high"], how="left", maintain_order="left")
+    distinct_pairs = pairs.filter(~has_same_content).unique(["low", "high"], maintain_order=True)
+    new_pairs = distinct_pairs.join(results, on=["low", "high"], how="anti")
+    if new_pairs.height:
+        likeness = pl.Series(_compare_in_parallel(new_pairs, compare_px, stage), dtype=pl.String)
+        new_results = new_pairs.select(
+            "low", "high", px=pl.lit(compare_px, pl.Int64), rule=pl.lit(RULE), likeness=likeness
+        )
+        results = pl.concat([results, new_results])
+        _store_cache(cache, pl.concat([cached_results, new_results]))
+    pairs_with_result = pairs.join(results, on=["low", "high"], how="left", maintain_order="left")
     likeness_of_pair = pl.when(has_same_content).then(pl.lit(EQUAL)).otherwise(pl.col("likeness"))
-    return compared.select(likeness=likeness_of_pair)["likeness"]
+    return pairs_with_result.select(likeness=likeness_of_pair)["likeness"]
 
 
-def _compare_all(pairs: pl.DataFrame, compare_px: int, stage: str) -> list[str]:
+def _compare_in_parallel(pairs: pl.DataFrame, compare_px: int, stage: str) -> list[str]:
+    """Return the result for each pair, in order. If there are only a few pairs, compare them in this process."""
     tasks = [(before, after, compare_px) for before, after in pairs.select("before", "after").iter_rows()]
 
     def comparisons() -> Iterator[str]:
@@ -165,14 +168,15 @@ def _compare_task(task: tuple[str, str, int]) -> str:
     return compare_images(before, after, compare_px)
 
 
-def _load(cache: Path) -> pl.DataFrame:
+def _load_cache(cache: Path) -> pl.DataFrame:
     try:
         return pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
     except (pl.exceptions.PolarsError, OSError):
-        return pl.DataFrame(schema=CACHE)  # ignore a bad cache; images can be compared again
+        # Ignore a missing, truncated or outdated cache, because the images can be compared again
+        return pl.DataFrame(schema=CACHE)
 
 
-def _store(cache: Path, comparisons: pl.DataFrame) -> None:
+def _store_cache(cache: Path, comparisons: pl.DataFrame) -> None:
     buffer = io.BytesIO()
     comparisons.unique(["low", "high", "px"], keep="last", maintain_order=True).write_parquet(buffer)
     write_atomic(cache, buffer.getvalue())
@@ -186,32 +190,34 @@ def compare_images(before: str, after: str, compare_px: int) -> str:
         after: path of the after image.
         compare_px: side of the square image that the model sees, in pixels.
     """
-    first = Picture.load(before)
-    second = Picture.load(after)
-    if not _have_same_aspect(first.rgb.size, second.rgb.size):
+    before_picture = Picture.load(before)
+    after_picture = Picture.load(after)
+    before_rgb = before_picture.rgb
+    after_rgb = after_picture.rgb
+    if not _have_same_aspect(before_rgb.size, after_rgb.size):
         return CHANGED
     may_be_noise = True
-    if first.rgb.size == second.rgb.size:
-        differences = _differences(first.rgb, second.rgb)
+    if before_rgb.size == after_rgb.size:
+        differences = _compute_differences(before_rgb, after_rgb)
         if differences.pixel == 0:
             return EQUAL
         is_spread = differences.changed_share >= MIN_NOISE_SHARE
         if is_spread and differences.are_within(PLAIN_NOISE):
             return NOISE
-        if _largest_difference(first.rgb, second.rgb, max(first.rgb.size)) <= 1:
+        if _largest_difference_at(before_rgb, after_rgb, max(before_rgb.size)) <= 1:
             return NOISE
         may_be_noise = max(differences.means[1:]) <= MAX_NOISE_MEAN
-    if may_be_noise and (_is_resaved(first, second) or _is_resaved(second, first)):
+    if may_be_noise and (_is_resaved(before_picture, after_picture) or _is_resaved(after_picture, before_picture)):
         return NOISE
-    return FAINT if _largest_difference(first.rgb, second.rgb, compare_px) <= FAINT_LEVELS else CHANGED
+    return FAINT if _largest_difference_at(before_rgb, after_rgb, compare_px) <= FAINT_LEVELS else CHANGED
 
 
-def _have_same_aspect(first: tuple[int, int], second: tuple[int, int]) -> bool:
+def _have_same_aspect(size: tuple[int, int], other_size: tuple[int, int]) -> bool:
     """Return whether two sizes have the same aspect ratio, apart from rounding by one pixel."""
-    small, large = sorted((first, second))
-    width = large[0] * small[1] / large[1]
-    height = large[1] * small[0] / large[0]
-    return abs(width - small[0]) <= 1 or abs(height - small[1]) <= 1
+    small_size, large_size = sorted((size, other_size))
+    scaled_width = large_size[0] * small_size[1] / large_size[1]
+    scaled_height = large_size[1] * small_size[0] / large_size[0]
+    return abs(scaled_width - small_size[0]) <= 1 or abs(scaled_height - small_size[1]) <= 1
 
 
 @dataclass(frozen=True)
@@ -232,25 +238,24 @@ class Differences:
         """Return whether all differences are within the bounds."""
         limits = [bounds.mean_4x4, bounds.mean_8x8, bounds.mean_16x16]
         limits += [bounds.mean_larger] * (len(self.means) - len(limits))
-        return self.pixel <= bounds.pixel and all(
-            mean <= limit for mean, limit in zip(self.means, limits, strict=False)
-        )
+        are_means_within = all(mean <= limit for mean, limit in zip(self.means, limits, strict=False))
+        return self.pixel <= bounds.pixel and are_means_within
 
 
-def _differences(first: Image.Image, second: Image.Image) -> Differences:
+def _compute_differences(image: Image.Image, other_image: Image.Image) -> Differences:
     """Compute the differences in luminance and both chroma channels.
 
     Neighbouring windows overlap by half, so that a small object is completely inside at least one window.
     """
-    largest = 0.0
+    largest_difference = 0.0
     changed_pixels = 0
     strips: list[WindowMeans] = []
-    for top in range(0, first.height, STRIP_ROWS):
-        box = (0, top, first.width, min(top + STRIP_ROWS, first.height))
-        first_strip = np.asarray(first.crop(box).convert("YCbCr"), dtype=np.int16)
-        second_strip = np.asarray(second.crop(box).convert("YCbCr"), dtype=np.int16)
-        difference = first_strip - second_strip
-        largest = max(largest, float(np.abs(difference).max(initial=0)))
+    for top in range(0, image.height, STRIP_ROWS):
+        box = (0, top, image.width, min(top + STRIP_ROWS, image.height))
+        strip = np.asarray(image.crop(box).convert("YCbCr"), dtype=np.int16)
+        other_strip = np.asarray(other_image.crop(box).convert("YCbCr"), dtype=np.int16)
+        difference = strip - other_strip
+        largest_difference = max(largest_difference, float(np.abs(difference).max(initial=0)))
         changed_pixels += int(np.count_nonzero(difference.any(axis=2)))
         strips.append(_block_means(difference))
     blocks = np.concatenate(strips)
@@ -262,7 +267,8 @@ def _differences(first: Image.Image, second: Image.Image) -> Differences:
         columns = blocks.shape[1] // 2 * 2
         blocks = blocks[:rows, :columns].reshape(rows // 2, 2, columns // 2, 2, 3).mean(axis=(1, 3))
     means.append(float(np.abs(blocks.mean(axis=(0, 1))).max()))
-    return Differences(pixel=largest, means=means, changed_share=changed_pixels / (first.width * first.height))
+    changed_share = changed_pixels / (image.width * image.height)
+    return Differences(pixel=largest_difference, means=means, changed_share=changed_share)
 
 
 def _block_means(difference: NDArray[np.int16]) -> WindowMeans:
@@ -271,9 +277,10 @@ def _block_means(difference: NDArray[np.int16]) -> WindowMeans:
     Incomplete blocks at the right and lower edges are filled by repeating the last pixels.
     """
     height, width = difference.shape[:2]
-    padded = np.pad(difference, ((0, -height % WINDOW_PX), (0, -width % WINDOW_PX), (0, 0)), mode="edge")
-    shape = (padded.shape[0] // WINDOW_PX, WINDOW_PX, padded.shape[1] // WINDOW_PX, WINDOW_PX, 3)
-    return padded.reshape(shape).mean(axis=(1, 3), dtype=np.float32)
+    padded_difference = np.pad(difference, ((0, -height % WINDOW_PX), (0, -width % WINDOW_PX), (0, 0)), mode="edge")
+    padded_height, padded_width = padded_difference.shape[:2]
+    shape = (padded_height // WINDOW_PX, WINDOW_PX, padded_width // WINDOW_PX, WINDOW_PX, 3)
+    return padded_difference.reshape(shape).mean(axis=(1, 3), dtype=np.float32)
 
 
 def _is_resaved(source: Picture, copy: Picture) -> bool:
@@ -284,10 +291,11 @@ def _is_resaved(source: Picture, copy: Picture) -> bool:
         return False
     for resampling in FILTERS if is_resized else FILTERS[:1]:
         image = source.rgb.resize(copy.rgb.size, resampling) if is_resized else source.rgb
-        resaved = _resave_like(image, copy)
-        if resaved is None and not is_resized:
+        resaved_image = _resave_like(image, copy)
+        if resaved_image is None and not is_resized:
             return False
-        if _differences(resaved or image, copy.rgb).are_within(REPEATED_NOISE):
+        differences = _compute_differences(resaved_image or image, copy.rgb)
+        if differences.are_within(REPEATED_NOISE):
             return True
     return False
 
@@ -306,11 +314,11 @@ def _resave_like(image: Image.Image, copy: Picture) -> Image.Image | None:
             return None
         subsampling = JpegImagePlugin.get_sampling(header)
         options: dict[str, Any] = {"qtables": tables, "subsampling": max(subsampling, 0)}
-        return _decoded(_encoded(image, "JPEG", **options))
+        return _decode(_encode(image, "JPEG", **options))
     if header.format == "WEBP":
-        return _decoded(_webp_of_length(image, copy.file_bytes))
+        return _decode(_webp_of_length(image, copy.file_bytes))
     if header.format == "GIF":
-        return _decoded(_encoded(image, "GIF"))
+        return _decode(_encode(image, "GIF"))
     return None
 
 
@@ -321,40 +329,41 @@ def _webp_of_length(image: Image.Image, length: int) -> bytes:
     """
     lowest = 30
     highest = 100
-    best = b""
+    best_data = b""
     while lowest <= highest:
         quality = (lowest + highest) // 2
-        data = _encoded(image, "WEBP", quality=quality)
-        if not best or abs(len(data) - length) < abs(len(best) - length):
-            best = data
+        data = _encode(image, "WEBP", quality=quality)
+        if not best_data or abs(len(data) - length) < abs(len(best_data) - length):
+            best_data = data
         if len(data) == length:
             break
         if len(data) < length:
             lowest = quality + 1
         else:
             highest = quality - 1
-    return best
+    return best_data
 
 
-def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+def _encode(image: Image.Image, image_format: str, **options: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
+    image.save(buffer, image_format, **options)
     return buffer.getvalue()
 
 
-def _decoded(data: bytes) -> Image.Image:
+def _decode(data: bytes) -> Image.Image:
     return to_rgb(open_image(data))
 
 
-def _largest_difference(first: Image.Image, second: Image.Image, compare_px: int) -> int:
+def _largest_difference_at(image: Image.Image, other_image: Image.Image, compare_px: int) -> int:
     """Return the maximum difference in any channel after scaling both images to the same size.
 
     The longer side of both images is then `compare_px` pixels, or as long as in the smaller image if that is less.
     """
-    longest_side = min(compare_px, max(first.size), max(second.size))
-    factor = longest_side / max(first.size)
-    size = (max(1, round(first.width * factor)), max(1, round(first.height * factor)))
-    return int(np.abs(_levels_at(first, size) - _levels_at(second, size)).max())
+    longest_side = min(compare_px, max(image.size), max(other_image.size))
+    factor = longest_side / max(image.size)
+    size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
+    difference = _levels_at(image, size) - _levels_at(other_image, size)
+    return int(np.abs(difference).max())
 
 
 def _levels_at(image: Image.Image, size: tuple[int, int]) -> NDArray[np.int16]:

@@ -13,8 +13,9 @@ def enlarge(image: Image.Image, longest_px: int = MAX_ENLARGED_PX) -> Image.Imag
         image: the image. A large image is returned unchanged.
         longest_px: maximum length of the longer side, in pixels. It limits the enlargement of long strips.
     """
-    wanted_factor = -(-READABLE_PX // min(image.size))
-    factor = max(1, min(wanted_factor, longest_px // max(image.size)))
+    readable_factor = -(-READABLE_PX // min(image.size))  # rounded up
+    largest_factor = longest_px // max(image.size)
+    factor = max(1, min(readable_factor, largest_factor))
     if factor == 1:
         return image
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)

@@ -25,7 +25,7 @@ DAMAGE = re.compile(
     r"Corrupt JPEG data: (?:bad (?:Huffman|arithmetic) code|premature end of data segment"
     r"|found marker \w+ instead of RST\d+|\d+ extraneous bytes before marker \w+)"
 )
-EXTRANEOUS = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
+EXTRANEOUS_BYTES = re.compile(r"(\d+) extraneous bytes before marker 0xd9")
 MAX_PADDING = 16  # maximum number of padding bytes between the scan and the end marker, which some encoders write
 
 # Encoders do not write such a long run of zero bytes, except if a Huffman code of zero bits ends a block (see
@@ -34,13 +34,13 @@ ZERO_RUN = bytes(32)
 
 START_OF_IMAGE = b"\xff\xd8"
 START_OF_SCAN = 0xDA
-SEQUENTIAL = (0xC0, 0xC1)  # sequential (not progressive) frames with Huffman codes
+SEQUENTIAL_FRAMES = (0xC0, 0xC1)  # sequential (not progressive) frames with Huffman codes
 HUFFMAN_TABLES = 0xC4
 AC_TABLE = 0x10  # bit in the number of a Huffman table that marks a table for AC coefficients
 END_OF_BLOCK = 0
 END_OF_IMAGE = b"\xff\xd9"
 COMMENT = 0xFE
-APPLICATION = range(0xE0, 0xF0)
+APPLICATION_SEGMENTS = range(0xE0, 0xF0)
 
 
 def decode_jpeg(data: bytes, mode: str) -> tuple[np.ndarray | None, str | None]:
@@ -83,7 +83,8 @@ def _ends_in_zeros_too_soon(data: bytes, mode: str) -> bool:
     _, scan = _tables_and_scan(data)
     if data.find(END_OF_IMAGE, scan) >= 0 or not data.endswith(ZERO_RUN):
         return False
-    return DAMAGE.search(_warning_without_metadata(data.rstrip(b"\0") + END_OF_IMAGE, mode)) is not None
+    data_without_zeros = data.rstrip(b"\0") + END_OF_IMAGE
+    return DAMAGE.search(_warning_without_metadata(data_without_zeros, mode)) is not None
 
 
 def _warning_without_metadata(data: bytes, mode: str) -> str:
@@ -117,10 +118,10 @@ def _has_zeroed_scan(data: bytes) -> bool:
     while offset + 4 <= len(tables):
         marker = tables[offset + 1]
         segment_end = offset + 2 + int.from_bytes(tables[offset + 2 : offset + 4], "big")
-        is_sequential = is_sequential or marker in SEQUENTIAL
+        is_sequential = is_sequential or marker in SEQUENTIAL_FRAMES
         offset += 4
         while marker == HUFFMAN_TABLES and offset + 17 < segment_end:
-            # a table consists of a number, 16 counts of codes by length, and the symbols of the codes, shortest code
+            # A table consists of a number, 16 counts of codes by length, and the symbols of the codes, shortest code
             # first
             shortest_codes[tables[offset]] = tables[offset + 17]
             offset += 17 + sum(tables[offset + 1 : offset + 17])
@@ -135,13 +136,14 @@ def _is_padding(warning: str, data: bytes) -> bool:
     Cameras and some encoders write such padding. Many or different bytes mean that the decoder lost its position in the
     scan.
     """
-    extraneous = EXTRANEOUS.search(warning)
-    if extraneous is None:
+    match = EXTRANEOUS_BYTES.search(warning)
+    if match is None:
         return False
-    count = int(extraneous[1])
+    byte_count = int(match[1])
     _, scan = _tables_and_scan(data)
     end = data.find(END_OF_IMAGE, scan)
-    return count <= MAX_PADDING and len(set(data[max(0, end - count) : end])) == 1
+    extraneous_bytes = data[max(0, end - byte_count) : end]
+    return byte_count <= MAX_PADDING and len(set(extraneous_bytes)) == 1
 
 
 def _tables_and_scan(data: bytes) -> tuple[bytes, int]:
@@ -159,7 +161,7 @@ def _tables_and_scan(data: bytes) -> tuple[bytes, int]:
         if marker == START_OF_SCAN:
             return bytes(segments), offset
         length = 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
-        if marker not in APPLICATION and marker != COMMENT:
+        if marker not in APPLICATION_SEGMENTS and marker != COMMENT:
             segments += data[offset : offset + length]
         offset += length
     return bytes(segments), len(data)

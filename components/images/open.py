@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zlib
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -28,6 +29,10 @@ MAX_PIXELS = 178_956_970  # Pillow's limit; here, it applies to the image after 
 # Brands of HEIC files, which iPhones write and which require a plugin
 HEIC_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_PIXELS = b"IDAT"  # type of the chunks with the compressed pixels
+PNG_END = b"IEND"
+
 # TIFF tags
 BITS = 258
 COLOR_MAP = 320
@@ -47,7 +52,7 @@ MAX_WHITE_SHARE = 0.75  # a larger share of white pixels is background, such as 
 NO_DATA_VALUES = (32767, 65536 - 9999)
 # A bright value that occurs in at most this share of the pixels, and is the only bright value, is an artefact, such as
 # a dead column of a sensor
-MARK_SHARE = 0.02
+ARTEFACT_SHARE = 0.02
 
 
 class ImageError(DataError):
@@ -87,6 +92,11 @@ def load_image(
 
 
 def _require_digest(data: bytes, sha256: bytes, name: str) -> None:
+    """Check that a file has the SHA-256 that its record contains.
+
+    Raises:
+        ImageError: the file has changed.
+    """
     digest = hashlib.sha256(data).digest()
     if digest != sha256:
         raise ImageError(
@@ -128,7 +138,9 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def decode_strictly(image: Image.Image, data: bytes) -> Image.Image:
-    """Check a JPEG for damage and return the image, decoded if possible. Return other formats unchanged.
+    """Check a JPEG or PNG for damage that Pillow ignores.
+
+    Return a JPEG decoded if possible, and other images unchanged.
 
     Args:
         image: an image as `open_image` returns it.
@@ -136,10 +148,13 @@ def decode_strictly(image: Image.Image, data: bytes) -> Image.Image:
 
     Raises:
         ImageError: the scan of a JPEG is damaged.
+        OSError: the compressed pixels of a PNG are damaged. Pillow raises the same type if it notices the damage.
     """
     from PIL import Image
     from PIL.JpegImagePlugin import JpegImageFile
 
+    if image.format == "PNG" and has_damaged_png_pixels(data):
+        raise OSError("wrong checksum in the data stream of the pixels")
     if not isinstance(image, JpegImageFile):
         return image
     pixels, damage = decode_jpeg(data, image.mode)
@@ -147,24 +162,49 @@ def decode_strictly(image: Image.Image, data: bytes) -> Image.Image:
         raise ImageError("images.damaged_jpeg", cause=damage)
     if pixels is None or pixels.shape[:2] != (image.height, image.width):
         return image
-    decoded = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
-    decoded.info = dict(image.info)  # keep the orientation and the colour profile
-    decoded.format = image.format
-    return decoded
+    decoded_image = Image.fromarray(pixels[..., 0] if image.mode == "L" else pixels)
+    decoded_image.info = dict(image.info)  # keep the orientation and the colour profile
+    decoded_image.format = image.format
+    return decoded_image
+
+
+def has_damaged_png_pixels(data: bytes) -> bool:
+    """Return True if compressed pixels of a PNG file do not match their checksum (PNG specification, section 5.3).
+
+    Pillow checks only the chunks in front of the pixels. It decodes some damaged pixels to wrong colours without an
+    error. Truncated chunks have no checksum here, and Pillow rejects them.
+
+    Args:
+        data: the file's bytes.
+    """
+    offset = len(PNG_SIGNATURE)
+    while offset + 12 <= len(data):
+        chunk_type = data[offset + 4 : offset + 8]
+        content_end = offset + 8 + int.from_bytes(data[offset : offset + 4], "big")
+        next_offset = content_end + 4
+        if next_offset > len(data) or chunk_type == PNG_END:
+            return False
+        # The checksum covers the type and the content of a chunk, but not its length
+        if chunk_type == PNG_PIXELS:
+            checksum = int.from_bytes(data[content_end:next_offset], "big")
+            if zlib.crc32(memoryview(data)[offset + 4 : content_end]) != checksum:
+                return True
+        offset = next_offset
+    return False
 
 
 def decode_to_rgb(image: Image.Image, data: bytes) -> Image.Image:
-    """Decode an image, reject damaged JPEG files, and return the image as `to_rgb` does.
+    """Decode an image, reject damaged JPEG and PNG files, and return the image as `to_rgb` does.
 
     Args:
         image: an image as `open_image` returns it.
         data: the file's bytes.
 
     Raises:
-        ImageError: for the same reasons as in `decode_strictly` and `to_rgb`.
+        ImageError, OSError: for the same reasons as in `decode_strictly` and `to_rgb`.
     """
-    decoded = decode_strictly(image, data)
-    return to_rgb(decoded, may_overwrite=decoded is not image)
+    checked_image = decode_strictly(image, data)
+    return to_rgb(checked_image, may_overwrite=checked_image is not image)
 
 
 def size_fault(image: Image.Image, max_pixels: float) -> Fault | None:
@@ -179,13 +219,13 @@ def size_fault(image: Image.Image, max_pixels: float) -> Fault | None:
     """
     width, height = image.size
     tags = getattr(image, "tag_v2", {})
-    tile = tags.get(TILE_WIDTH, 1) * tags.get(TILE_LENGTH, 1)
-    if tile > max_pixels:
-        return Fault("images.tiles_too_large", value=tile, limit=max_pixels)
-    pixels = max(width, height) ** 2
-    if pixels <= max_pixels:
+    tile_pixels = tags.get(TILE_WIDTH, 1) * tags.get(TILE_LENGTH, 1)
+    if tile_pixels > max_pixels:
+        return Fault("images.tiles_too_large", value=tile_pixels, limit=max_pixels)
+    padded_pixels = max(width, height) ** 2
+    if padded_pixels <= max_pixels:
         return None
-    return Fault("images.too_large", width=width, height=height, value=pixels, limit=max_pixels)
+    return Fault("images.too_large", width=width, height=height, value=padded_pixels, limit=max_pixels)
 
 
 def to_rgb(image: Image.Image, may_overwrite: bool = False) -> Image.Image:
@@ -227,8 +267,9 @@ def to_rgb(image: Image.Image, may_overwrite: bool = False) -> Image.Image:
         image.info["icc_profile"] = profile
     image = to_srgb(image)
     if image.has_transparency_data or image.mode == "La":
-        image = _on_white(image, may_be_measured)
-    image = image if image.mode == "RGB" else image.convert("RGB")
+        image = _paint_on_white(image, may_be_measured)
+    if image.mode != "RGB":
+        image = image.convert("RGB")
     image.info.pop("icc_profile", None)  # otherwise a saved copy would be converted again
     if has_16_bit_colours:
         _refuse_dark_colours(image)
@@ -250,29 +291,34 @@ def _grey_to_8_bits(image: Image.Image, white: int, nodata: str) -> Image.Image:
 
     values = np.asarray(image).astype(np.uint32)
     darkest_16th = white // 16
-    picture = _without_mark(values[~_is_no_data(values, white, nodata)], darkest_16th)
-    dark = picture[picture <= darkest_16th]
-    brightest_dark = int(dark.max(initial=0))
-    if dark.size >= DARK_SHARE * picture.size and 255 * dark.std() > BLANK_STDDEV * brightest_dark:
-        raise ImageError(_nearly_black(dark.size, values.size, brightest_dark, white))
-    return Image.fromarray(((255 * values + white // 2) // white).astype(np.uint8))
+    is_no_data = _find_no_data(values, white, nodata)
+    picture_values = _drop_artefact(values[~is_no_data], darkest_16th)
+    dark_values = picture_values[picture_values <= darkest_16th]
+    brightest_dark = int(dark_values.max(initial=0))
+    is_dark = dark_values.size >= DARK_SHARE * picture_values.size
+    if is_dark and 255 * dark_values.std() > BLANK_STDDEV * brightest_dark:
+        raise ImageError(_fault_of_nearly_black(dark_values.size, values.size, brightest_dark, white))
+    levels = (255 * values + white // 2) // white
+    return Image.fromarray(levels.astype(np.uint8))
 
 
-def _is_no_data(values: np.ndarray, white: int, nodata: str) -> np.ndarray:
+def _find_no_data(values: np.ndarray, white: int, nodata: str) -> np.ndarray:
     """Return a mask of saturated pixels and missing data. Their values do not reveal the scale of an image."""
     no_data_values = [*NO_DATA_VALUES, white - 1, white]
-    declared = nodata.strip(" \0")
-    if declared.isdecimal():
-        no_data_values.append(int(declared))
+    declared_value = nodata.strip(" \0")
+    if declared_value.isdecimal():
+        no_data_values.append(int(declared_value))
     is_no_data = np.isin(values, no_data_values)
     return is_no_data if is_no_data.mean() <= MAX_WHITE_SHARE else np.zeros_like(is_no_data)
 
 
-def _without_mark(values: np.ndarray, threshold: int) -> np.ndarray:
+def _drop_artefact(values: np.ndarray, threshold: int) -> np.ndarray:
     """Return the values without those above a threshold, if these are few and all equal."""
-    bright = values[values > threshold]
-    is_mark = 0 < bright.size <= MARK_SHARE * values.size and bright.min() == bright.max()
-    return values[values <= threshold] if is_mark else values
+    bright_values = values[values > threshold]
+    is_rare = 0 < bright_values.size <= ARTEFACT_SHARE * values.size
+    if is_rare and bright_values.min() == bright_values.max():
+        return values[values <= threshold]
+    return values
 
 
 def _refuse_dark_colours(image: Image.Image) -> None:
@@ -283,29 +329,39 @@ def _refuse_dark_colours(image: Image.Image) -> None:
     """
     levels = np.asarray(image)
     darkest_16th = 15
-    dark = levels[levels <= darkest_16th]
-    if dark.size < (1 - MAX_WHITE_SHARE) * levels.size:
+    dark_levels = levels[levels <= darkest_16th]
+    if dark_levels.size < (1 - MAX_WHITE_SHARE) * levels.size:
         return
     no_data_bytes = [value >> 8 for value in NO_DATA_VALUES]
-    picture = _without_mark(levels[~np.isin(levels, [*no_data_bytes, 255])], darkest_16th)
-    brightest_dark = int(dark.max(initial=0))
-    # a black and white mask has few levels and is valid, while a picture with too small a range of values has several
+    is_no_data = np.isin(levels, [*no_data_bytes, 255])
+    picture_levels = _drop_artefact(levels[~is_no_data], darkest_16th)
+    brightest_dark = int(dark_levels.max(initial=0))
+    # A black and white mask has few levels and is valid, while a picture with too small a range of values has several
     # dark levels
-    has_several_levels = 255 * dark.std() > BLANK_STDDEV * max(1, brightest_dark)
-    is_all_dark = dark.size >= DARK_SHARE * levels.size
-    if is_all_dark or (dark.size >= DARK_SHARE * picture.size and has_several_levels):
-        raise ImageError(_nearly_black(dark.size, levels.size, 256 * brightest_dark + 255, 65535))
+    has_several_levels = 255 * dark_levels.std() > BLANK_STDDEV * max(1, brightest_dark)
+    is_all_dark = dark_levels.size >= DARK_SHARE * levels.size
+    is_picture_dark = dark_levels.size >= DARK_SHARE * picture_levels.size
+    if is_all_dark or (is_picture_dark and has_several_levels):
+        brightest_value = 256 * brightest_dark + 255
+        raise ImageError(_fault_of_nearly_black(dark_levels.size, levels.size, brightest_value, 65535))
 
 
-def _nearly_black(dark: int, total: int, brightest_dark: int, white: int) -> Fault:
-    """Return the fault of an image that is nearly black when decoded."""
-    if dark == total:
+def _fault_of_nearly_black(dark_count: int, count: int, brightest_dark: int, white: int) -> Fault:
+    """Return the fault of an image that is nearly black when decoded.
+
+    Args:
+        dark_count: number of dark values.
+        count: number of all values.
+        brightest_dark: the highest of the dark values.
+        white: the value for white.
+    """
+    if dark_count == count:
         return Fault("images.all_nearly_black", brightest_dark=brightest_dark, white=white)
-    share = np.floor(1000 * dark / total) / 1000
+    share = np.floor(1000 * dark_count / count) / 1000
     return Fault("images.nearly_black", share=share, brightest_dark=brightest_dark, white=white)
 
 
-def _on_white(image: Image.Image, may_be_measured: bool) -> Image.Image:
+def _paint_on_white(image: Image.Image, may_be_measured: bool) -> Image.Image:
     """Replace transparent pixels by white, or ignore the alpha band if it contains measured values.
 
     Raises:
@@ -314,18 +370,20 @@ def _on_white(image: Image.Image, may_be_measured: bool) -> Image.Image:
     from PIL import Image, ImageStat
 
     band = {"RGBA": "fourth band", "LA": "second band", "La": "second band"}.get(image.mode, "transparency")
-    image = image.convert("LA") if image.mode == "La" else image
-    image = image if image.mode == "RGBA" else image.convert("RGBA")
+    if image.mode == "La":
+        image = image.convert("LA")  # Pillow cannot convert La to RGBA directly
+    if image.mode != "RGBA":
+        image = image.convert("RGBA")
     alpha = image.getchannel("A")
     counts = alpha.histogram()
     # With real transparency, most visible pixels are opaque. Measured values are spread over the whole range
     if may_be_measured and 4 * counts[255] < sum(counts[1:]):
         return image.convert("RGB")
-    composed = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image_on_white = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     highest_alpha = max(value for value in range(256) if counts[value])
-    stored = ImageStat.Stat(image)
-    is_faint = highest_alpha < FAINT_ALPHA and (highest_alpha > 0 or max(stored.stddev[:3]) >= 1)
-    is_mostly_hidden = stored.mean[3] < 128 and max(stored.stddev) > 8 * BLANK_STDDEV
-    if is_faint or (is_mostly_hidden and max(ImageStat.Stat(composed).stddev) < BLANK_STDDEV):
+    statistics = ImageStat.Stat(image)
+    is_faint = highest_alpha < FAINT_ALPHA and (highest_alpha > 0 or max(statistics.stddev[:3]) >= 1)
+    is_mostly_hidden = statistics.mean[3] < 128 and max(statistics.stddev) > 8 * BLANK_STDDEV
+    if is_faint or (is_mostly_hidden and max(ImageStat.Stat(image_on_white).stddev) < BLANK_STDDEV):
         raise ImageError("images.blank", band=band, highest_alpha=highest_alpha)
-    return composed
+    return image_on_white

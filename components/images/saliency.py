@@ -25,34 +25,36 @@ def draw_outlines(image: Image.Image, grid: np.ndarray) -> Image.Image:
         grid: the saliency map, [rows, columns]. A square map covers the image after padding to a square. Any other map
             covers the image itself, which the model stretches.
     """
-    outlined = image.copy()
-    pen = ImageDraw.Draw(outlined)
-    thinnest = max(1, round(min(image.size) / 150))
+    outlined_image = image.copy()
+    pen = ImageDraw.Draw(outlined_image)
+    thinnest_px = max(1, round(min(image.size) / 150))
     is_padded = grid.shape[0] == grid.shape[1]
     multiples = grid * grid.size
     for number, (threshold, colour) in enumerate(OUTLINE_COLOURS.items()):
-        width = thinnest * (1 + number)
+        width = thinnest_px * (1 + number)
         borders = region_borders(multiples >= threshold)
         segments = [segment_in_pixels(segment, image.size, width, is_padded) for segment in borders]
         for segment in segments:
             pen.line(segment, fill=HALO_COLOUR, width=width + 2)
         for segment in segments:
             pen.line(segment, fill=colour, width=width)
-    return outlined
+    return outlined_image
 
 
-def region_borders(inside: np.ndarray) -> Iterator[Segment]:
+def region_borders(is_inside: np.ndarray) -> Iterator[Segment]:
     """Yield the edges between cells inside and outside a region, as fractions of the grid's width and height.
 
     Args:
-        inside: boolean array [rows, columns] that is true for cells of the region.
+        is_inside: boolean array [rows, columns] that is true for cells of the region.
     """
-    rows, columns = inside.shape
-    framed = np.pad(inside, 1)
-    for row, column in np.argwhere(framed[1:, 1:] != framed[:-1, 1:]):  # edges between a cell and the cell above
+    rows, columns = is_inside.shape
+    padded = np.pad(is_inside, 1)
+    differs_from_above = padded[1:, 1:] != padded[:-1, 1:]
+    for row, column in np.argwhere(differs_from_above):
         if column < columns:
             yield (column / columns, row / rows), ((column + 1) / columns, row / rows)
-    for row, column in np.argwhere(framed[1:, 1:] != framed[1:, :-1]):  # edges between a cell and the cell to its left
+    differs_from_left = padded[1:, 1:] != padded[1:, :-1]
+    for row, column in np.argwhere(differs_from_left):
         if row < rows:
             yield (column / columns, row / rows), (column / columns, (row + 1) / rows)
 
@@ -72,9 +74,9 @@ def segment_in_pixels(segment: Segment, size: tuple[int, int], width: int, is_pa
     top_padding = (grid_height - image_height) // 2
     inset = (width + 1) / 2
 
-    def in_pixels(point: tuple[float, float]) -> tuple[float, float]:
+    def to_pixels(point: tuple[float, float]) -> tuple[float, float]:
         x = point[0] * grid_width - left_padding
         y = point[1] * grid_height - top_padding
         return min(max(x, inset), image_width - 1 - inset), min(max(y, inset), image_height - 1 - inset)
 
-    return in_pixels(segment[0]), in_pixels(segment[1])
+    return to_pixels(segment[0]), to_pixels(segment[1])

@@ -1,4 +1,4 @@
-"""Splits that are drawn by chance: by scene, from the seed, whatever the order of the rows."""
+"""Splits that are drawn at random: they depend on scenes and the seed, but not on the order of the rows."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def write(root: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read(root: Path, rows: list[dict[str, Any]], split: Any = SHARES, **options: Any) -> dict[str, str]:
-    """The split of each pair by its image before."""
+    """Read a table and return the split of each pair by its image before."""
     read_rows = pairs.read(write(root, rows), manifest="pairs.json", split=split, **options)
     return {row.before: row.split for row in read_rows}
 
@@ -52,8 +52,9 @@ def test_the_order_of_rows_changes_no_split(tmp_path):
 def test_pairs_of_other_scenes_change_no_split(tmp_path):
     rows = [pair(number) for number in range(60)]
     before = read(tmp_path, rows)
-    more = read(tmp_path, [*rows, *(pair(number) for number in range(60, 200))])
-    assert {name: more[name] for name in before} == before
+    other_pairs = [pair(number) for number in range(60, 200)]
+    after = read(tmp_path, [*rows, *other_pairs])
+    assert {name: after[name] for name in before} == before
 
 
 def test_more_pairs_of_one_image_before_or_one_scene_change_no_split(tmp_path):
@@ -62,9 +63,10 @@ def test_more_pairs_of_one_image_before_or_one_scene_change_no_split(tmp_path):
     edits = [pair(number, after=f"c/{number}.png", captions="it broke") for number in range(60)]
     assert read(tmp_path, [*rows, *edits]) == before
     scenes = [pair(number, scene=f"s{number}") for number in range(60)]
-    first = read(tmp_path, scenes)
-    later = read(tmp_path, [*scenes, *(pair(number + 100, scene=f"s{number}") for number in range(60))])
-    assert {name: later[name] for name in first} == first
+    before = read(tmp_path, scenes)
+    other_pairs = [pair(number + 100, scene=f"s{number}") for number in range(60)]
+    after = read(tmp_path, [*scenes, *other_pairs])
+    assert {name: after[name] for name in before} == before
 
 
 def test_a_larger_share_keeps_the_test_pairs(tmp_path):

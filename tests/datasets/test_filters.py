@@ -1,4 +1,4 @@
-"""Filters, marks and names of splits: what of a table they match, and that one which matches nothing is refused."""
+"""The options `where`, `no_change` and `splits`: the cells that they match, and errors if they match nothing."""
 
 import csv
 import datetime

@@ -1,4 +1,4 @@
-"""Images of two folders as pairs, by their names: schemes that people use, and those that must never be paired."""
+"""Pair the images of two folders by their names: common naming schemes, and names that must never be paired."""
 
 from itertools import permutations
 
@@ -68,9 +68,9 @@ def test_names_of_one_scheme_are_paired(before, after):
 
 @pytest.mark.parametrize(("before", "after"), PAIRED.values(), ids=PAIRED)
 def test_the_order_of_the_names_never_makes_a_pair(before, after):
-    wanted = dict(zip(before, after, strict=True))
+    expected_pairs = dict(zip(before, after, strict=True))
     for order in permutations(after):
-        assert match_names(before[::-1], list(order)).pairs == wanted
+        assert match_names(before[::-1], list(order)).pairs == expected_pairs
 
 
 @pytest.mark.parametrize(("before", "after"), PAIRED.values(), ids=PAIRED)
@@ -80,8 +80,8 @@ def test_the_folders_may_be_given_in_either_order(before, after):
 
 @pytest.mark.parametrize(("before", "after"), NEVER_PAIRED.values(), ids=NEVER_PAIRED)
 def test_names_that_do_not_say_which_belong_together_are_not_paired(before, after):
-    for first, second in ((before, after), (after, before)):
-        match = match_names(first, second)
+    for names, other_names in ((before, after), (after, before)):
+        match = match_names(names, other_names)
         assert match.pairs == {}
         assert match.unmatched[0] or match.unmatched[1] or match.ambiguous
 

@@ -1,4 +1,4 @@
-"""MiniChange: its bytes, its scenes on both levels, and references that read back to exactly what changed."""
+"""MiniChange: its bytes, its scenes on both levels, and references from which the grammar reads the true changes."""
 
 import hashlib
 from collections import Counter
@@ -12,15 +12,15 @@ from pydantic import ValidationError
 from m3diff.datasets.minichange import SPEC, generate, language
 from m3diff.datasets.minichange.language import describe_cells, describe_scene, grammar, references
 from m3diff.datasets.minichange.scene import (
-    LEVELS,
-    PLACES,
+    PLACE_NAMES,
+    SAMPLERS,
     WIDTHS,
     Change,
     Mark,
     MiniChange,
     Scene,
     Thing,
-    name,
+    name_thing,
     sample_types,
 )
 from m3diff.records.errors import DataError, Fault
@@ -28,7 +28,7 @@ from m3diff.records.schemas import SPLITS
 from m3diff.scoring.grammar import Clause, Grammar
 from tests.errors import raises
 
-FREE = LEVELS["free"]
+FREE = SAMPLERS["free"]
 SMALL = {"seed": 5, "scenes": {"train": 20, "val": 4, "test": 6}, "image_px": 64, "references": 5}
 SMALL |= {"multi_change_share": 0.2, "oversample_types": ["size"]}
 PINNED = {  # level, domain -> digest of all files
@@ -50,8 +50,8 @@ def digest(root: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """A small benchmark of each level and domain, written over an older and larger one."""
+def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Generate a small benchmark of each level and domain. One of them replaces an older and larger benchmark."""
     roots = {key: tmp_path_factory.mktemp("-".join(key)) / key[0] for key in PINNED}
     generate(settings(roots["grid", "standard"], scenes={"train": 0, "val": 0, "test": 31}, image_px=32))
     for (level, domain), root in roots.items():
@@ -59,13 +59,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path
     return roots
 
 
-@pytest.fixture(params=LEVELS)
-def small(request: pytest.FixtureRequest, made: dict[tuple[str, str], Path]) -> Path:
-    return made[request.param, "standard"]
+@pytest.fixture(params=SAMPLERS)
+def small(request: pytest.FixtureRequest, benchmarks: dict[tuple[str, str], Path]) -> Path:
+    return benchmarks[request.param, "standard"]
 
 
-def test_the_bytes_of_a_small_benchmark_are_pinned(made):
-    assert {key: digest(root) for key, root in made.items()} == PINNED
+def test_the_bytes_of_a_small_benchmark_are_pinned(benchmarks):
+    assert {key: digest(root) for key, root in benchmarks.items()} == PINNED
 
 
 def test_its_reader_reads_what_it_wrote(small):
@@ -80,7 +80,12 @@ def test_its_reader_reads_what_it_wrote(small):
 
 
 def truth(change: Change, text: str) -> Clause:
-    """What a reader should get of a change from a sentence, by the words that the sentence has room for."""
+    """Return the clause that the grammar must read from a sentence about a change.
+
+    Args:
+        change: the true change.
+        text: the part of the sentence after the name of the object. Some sentences do not mention the old value.
+    """
     before = change.before
     after = change.after
     if change.type == "viewpoint":
@@ -88,26 +93,26 @@ def truth(change: Change, text: str) -> Clause:
     if change.type == "illumination":
         return Clause(change.type, "lamp", language.LAMP[change.word], None, language.LAMP[change.word])
     thing = before or after
-    place = PLACES[thing.cell]
-    thing_name = name(thing)
+    place_name = PLACE_NAMES[thing.cell]
+    thing_name = name_thing(thing)
     values: dict[str, tuple[str | None, str | None]]
     values = dict.fromkeys(("addition", "disappearance", "removal"), (None, None))
     if before and after:
         was = str(before.state)
         now = str(after.state)
-        values |= {"substitution": (name(before), name(after)), "size": (before.size, after.size)}
+        values |= {"substitution": (name_thing(before), name_thing(after)), "size": (before.size, after.size)}
         values |= {"color": (before.color, after.color), "orientation": (was if was in text else None, now)}
         values |= {"pose": (None, language.ARMS.get(now)), "ocr": (was.lower(), now.lower())}
         states = before.state, after.state
         values["counting"] = tuple(language.NUMBERS[state] if isinstance(state, int) else None for state in states)
-    return Clause(change.type, thing_name, place, *values[change.type])
+    return Clause(change.type, thing_name, place_name, *values[change.type])
 
 
 def test_every_reference_reads_back_to_exactly_the_true_changes(small):
     rules = Grammar.load(small / "grammar.json")
     rng = np.random.default_rng(17)
     for number in range(96):
-        changes = LEVELS[small.name].sample_pair(rng, sample_types(rng, number, multi_change_share=0.3))[3]
+        changes = SAMPLERS[small.name].sample_pair(rng, sample_types(rng, number, multi_change_share=0.3)).changes
         assert [change.order for change in changes] == sorted(change.order for change in changes)
         texts = references(changes, 5)
         assert len(set(texts)) == 5
@@ -116,8 +121,11 @@ def test_every_reference_reads_back_to_exactly_the_true_changes(small):
             parts = rules.split(text)
             assert len(clauses) == len(changes)
             for clause, change, part in zip(clauses, changes, parts, strict=True):
-                words = part.removeprefix(PLACES[change.order[0]]).split(name(change.before) if change.before else "\0")
-                assert clause == truth(change, words[-1]), text
+                text_of_values = part.removeprefix(PLACE_NAMES[change.order[0]])
+                if change.before:
+                    # The name of an object may contain the word for a state
+                    text_of_values = text_of_values.split(name_thing(change.before))[-1]
+                assert clause == truth(change, text_of_values), text
 
 
 @pytest.mark.parametrize("name", ["thesis.tex", "images/thesis.tex", "images/CLEVR_semantic_000001.png"])
@@ -144,27 +152,28 @@ def test_scenes_are_of_all_three_splits_and_at_least_one(tmp_path, scenes):
     assert fault["ctx"]["error"].fault == Fault("datasets.no_number_of_scenes", names=["train", "val", "test"])
 
 
-ONE = Thing("ball", "red", "small", 4, dx=-0.1)
-NEAR = Thing("box", "blue", "small", 4, dx=0.1)
-BLUE = replace(ONE, color="blue")
+RED_BALL = Thing("ball", "red", "small", 4, dx=-0.1)
+BLUE_BOX = Thing("box", "blue", "small", 4, dx=0.1)
+BLUE_BALL = replace(RED_BALL, color="blue")
 
 
 @pytest.mark.parametrize(
-    ("others", "clear"),
+    ("other_things", "is_clear"),
     [
-        ((NEAR,), True),
-        ((replace(ONE, dx=0.1),), False),  # a second small red ball in the centre
-        ((replace(ONE, dx=0.1, size="medium"),), True),
-        ((replace(ONE, cell=3),), True),  # one more at the left
-        ((replace(BLUE, dx=0.1),), False),  # the counterpart would be a second small blue ball in the centre
-        ((replace(NEAR, color="red", dx=0.02),), False),  # red, and touches
-        ((replace(NEAR, color="white", dx=0.02),), True),
-        ((replace(NEAR, color="white", dx=-0.08),), False),  # covers most of it
+        ((BLUE_BOX,), True),
+        ((replace(RED_BALL, dx=0.1),), False),  # a second small red ball in the centre
+        ((replace(RED_BALL, dx=0.1, size="medium"),), True),
+        ((replace(RED_BALL, cell=3),), True),  # one more at the left
+        ((replace(BLUE_BALL, dx=0.1),), False),  # the counterpart would be a second small blue ball in the centre
+        ((replace(BLUE_BOX, color="red", dx=0.02),), False),  # red, and touches
+        ((replace(BLUE_BOX, color="white", dx=0.02),), True),
+        ((replace(BLUE_BOX, color="white", dx=-0.08),), False),  # covers most of it
     ],
 )
-def test_a_change_of_what_cannot_be_told_apart_is_not_taken(others, clear):
-    before, after = (Scene((thing, *others), level="free") for thing in (ONE, BLUE))
-    assert FREE.is_clear(before, after, [Change("color", ONE, BLUE)]) is clear
+def test_a_change_of_an_object_that_cannot_be_distinguished_is_not_clear(other_things, is_clear):
+    before = Scene((RED_BALL, *other_things), level="free")
+    after = Scene((BLUE_BALL, *other_things), level="free")
+    assert FREE.are_clear(before, after, [Change("color", RED_BALL, BLUE_BALL)]) is is_clear
 
 
 BOX = Thing("box", "red", "small", 2)

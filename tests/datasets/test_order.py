@@ -1,4 +1,4 @@
-"""Which of two images is before, by names: what is sure, what is asked, and that the order of columns never matters."""
+"""Decide by names which of two images is before. The order of the columns must not matter."""
 
 import json
 from itertools import permutations
@@ -173,28 +173,27 @@ def test_no_single_word_of_time_beside_an_unknown_one_is_sure(word, unknown):
     assert {*choose_sides([word, unknown])} == {(word, unknown), (unknown, word)}
 
 
-def write_table(root: Path, first: str, second: str, nested: bool = False) -> None:
+def write_table(root: Path, name: str, other_name: str, nested: bool = False) -> None:
     rows = []
     for number in range(4):
-        for shade, side in enumerate((first, second)):
+        for shade, side in enumerate((name, other_name)):
             save_picture(root / side / f"{number}.png", number, 90 * shade)
-        images = {first: f"{first}/{number}.png", second: f"{second}/{number}.png"}
+        images = {name: f"{name}/{number}.png", other_name: f"{other_name}/{number}.png"}
         split = ("train", "train", "val", "test")[number]
         rows.append({**({"images": images} if nested else images), "caption": "the dent is gone", "split": split})
     (root / "data.json").write_text(json.dumps(rows))
 
 
-def write_folders(root: Path, first: str, second: str) -> None:
+def write_folders(root: Path, name: str, other_name: str) -> None:
     for number in range(4):
-        for shade, side in enumerate((first, second)):
+        for shade, side in enumerate((name, other_name)):
             save_picture(root / side / f"{number}.png", number, 90 * shade)
-    (root / "pairs.csv").write_text(
-        "name,caption,split\n" + "".join(f"{number},the dent is gone,train\n" for number in range(4))
-    )
+    lines = [f"{number},the dent is gone,train" for number in range(4)]
+    (root / "pairs.csv").write_text("\n".join(["name,caption,split", *lines]) + "\n")
 
 
-def write_nested(root: Path, first: str, second: str) -> None:
-    write_table(root, first, second, nested=True)
+def write_nested(root: Path, name: str, other_name: str) -> None:
+    write_table(root, name, other_name, nested=True)
 
 
 WRITERS = {"columns": write_table, "nested": write_nested, "folders": write_folders}

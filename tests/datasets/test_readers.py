@@ -1,4 +1,4 @@
-"""Readers: example rows of every dataset, what cannot be read, and the published counts."""
+"""Readers: example rows of every dataset, rows that cannot be read, and the published counts."""
 
 import json
 import shutil
@@ -23,8 +23,8 @@ from tests.errors import raises
 from tests.layouts import WRITERS, edit_json, run_ingest, run_validate, save_picture, write_json
 
 REAL = Path("../shared/real")
+# Readers of a published layout of files
 PUBLISHED = sorted(WRITERS.keys() - {"minichange", "omnidiff", "pairs"})
-"""Readers of files of their own."""
 DEFAULT = "CLEVR_default_000003.png"
 FIVE = "CLEVR_default_000005.png"
 ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, name, scene, images, references
@@ -35,8 +35,8 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         ("test", "1_2", "1_2", "images/1.jpg", "images/2.jpg", ["e"]),
     ],
     "clevr_change": [
-        ("train", f"000003.png{end}", "000003", f"images/{DEFAULT}", f"{after}_000003.png", found)
-        for end, after, found in (
+        ("train", f"000003.png{end}", "000003", f"images/{DEFAULT}", f"{after}_000003.png", references)
+        for end, after, references in (
             ("", "sc_images/CLEVR_semantic", ["the cube of 000003 turned red", "it became red"]),
             ("_n", "nsc_images/CLEVR_nonsemantic", ["nothing has changed", "no change was made"]),
         )
@@ -59,8 +59,8 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         ("val", "Reddit_4", "Reddit_4", "images/e.JPG", "images/f.png", ["edit  of Reddit_4 "]),
     ],
     "levir_cc": [
-        (split, name, name, f"images/{split}/A/{name}", f"images/{split}/B/{name}", found)
-        for split, name, found in (
+        (split, name, name, f"images/{split}/A/{name}", f"images/{split}/B/{name}", references)
+        for split, name, references in (
             ("train", "train_000001.png", [f"{n} villas are built" for n in range(5)]),
             ("val", "val_000001.png", layouts.SAME),
             ("test", "test_000004.png", ["trees are removed", "an arc road is built", "a road", "villas", "a villa"]),
@@ -77,8 +77,8 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         ),
     ],
     "nlvr2": [
-        (split, name, scene, f"images/{folder}/{name}-img0.png", f"images/{folder}/{name}-img1.png", found)
-        for split, name, scene, folder, found in (
+        (split, name, scene, f"images/{folder}/{name}-img0.png", f"images/{folder}/{name}-img1.png", references)
+        for split, name, scene, folder, references in (
             ("train", "train-1-0", "train-1", "train/38", ["two dogs"]),
             ("val", "dev-850-0", "dev-850", "dev", ["a bus"]),
             ("test", "test1-0-1", "test1-0", "test1", ["a cup", "a mug"]),
@@ -86,8 +86,8 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         )
     ],
     "spot_the_diff": [
-        (split, name, name, f"resized_images/{name}", f"resized_images/{name[:-4]}_2.png", found)
-        for split, name, found in (
+        (split, name, name, f"resized_images/{name}", f"resized_images/{name[:-4]}_2.png", references)
+        for split, name, references in (
             ("train", "235.png", ["the suv is gone", "a man left", "", "it is dark"]),
             ("train", "76.png", [""]),
             ("val", "8.png", ["there are no differences"]),
@@ -95,8 +95,8 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         )
     ],
     "syned": [
-        (split, name, name, "<.png>", "<.jpg>", found)
-        for split, name, found in (
+        (split, name, name, "<.png>", "<.jpg>", references)
+        for split, name, references in (
             ("train", "validation-0", ["make the sky night"]),
             ("val", "validation-10", ["add a duck."]),
             ("train", "validation-2", ["zip it up"]),
@@ -106,7 +106,8 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         )
     ],
 }
-SOURCES = {  # of the first row, and of one that is merged
+# Source of the first row. If the row is merged, the source names all of its annotation rows
+SOURCES = {
     "birds_to_words": "birds-to-words-v1.0.tsv, line 2 and birds-to-words-v1.0.tsv, line 5",
     "clevr_change": f"change_captions.json, {DEFAULT}",
     "clevr_dc": "captions.json, 9",
@@ -120,16 +121,19 @@ SOURCES = {  # of the first row, and of one that is merged
 }
 
 
-def named(image: Any) -> str:
+def path_or_suffix(image: Any) -> str:
+    """Return the path of an image, or the suffix of an embedded image in angle brackets."""
     return f"<{image.name[-4:]}>" if isinstance(image, Embedded) else image
 
 
 @pytest.mark.parametrize("reader", PUBLISHED)
 def test_example_rows_are_read_as_they_stand(tmp_path, reader):
     rows = list(DATASETS[reader].read(WRITERS[reader](tmp_path)))
-    wanted = ROWS[reader]
-    found = [(row.split, row.name, row.scene, named(row.before), named(row.after), row.references) for row in rows]
-    assert found[: len(wanted)] == wanted
+    values_of_rows = []
+    for row in rows[: len(ROWS[reader])]:
+        images = (path_or_suffix(row.before), path_or_suffix(row.after))
+        values_of_rows.append((row.split, row.name, row.scene, *images, row.references))
+    assert values_of_rows == ROWS[reader]
     assert rows[0].source == SOURCES[reader]
     assert rows[0].raw_rows == 1 + SOURCES[reader].count(" and ")
     assert not any(row.fault for row in rows)
@@ -140,12 +144,12 @@ def test_change_types_are_those_of_the_annotations(tmp_path):
     assert clevr[:4] == [["color", "size"], ["none"], ["color"], ["none"]]
     root = WRITERS["levir_cc"](tmp_path / "levir")
     for flag in (0, 1):  # sentences say whether a pair changed, and not the flag
-        edit_json(root / LEVIR, lambda file, flag=flag: [one.update(changeflag=flag) for one in file["images"]])
+        edit_json(root / LEVIR, lambda file, flag=flag: [image.update(changeflag=flag) for image in file["images"]])
         assert [row.change_types for row in levir_cc.read(root)] == [["change"], ["none"], ["change"], ["none"]]
     texts = ["a\\almost nothing has changed", *layouts.SAME[:4]]
     write_json(root / LEVIR, {"images": [layouts.levir_record("val", 9, texts)]})
     assert [row.change_types for row in levir_cc.read(root)] == [["none"]]
-    assert set(layouts.SAME) == levir_cc.SAME
+    assert set(layouts.SAME) == levir_cc.NO_CHANGE_SENTENCES
 
 
 @pytest.mark.parametrize(
@@ -211,7 +215,7 @@ BROKEN: dict[str, list[Change]] = {
     "birds_to_words": [lambda root: layouts.write_birds(root / BIRDS, BAD_BIRDS)],
     "clevr_change": [
         update("splits.json", lambda splits: (splits["val"].append("9"), splits["train"].remove(5))),
-        update("change_captions.json", lambda found: (found.pop(DEFAULT), found.update({"photo.png": ["x"]}))),
+        update("change_captions.json", lambda captions: (captions.pop(DEFAULT), captions.update({"photo.png": ["x"]}))),
     ],
     "clevr_dc": [
         update("split.json", lambda splits: splits["val"].extend([True, 11])),
@@ -221,7 +225,7 @@ BROKEN: dict[str, list[Change]] = {
     "iedit": [update("train.json", lambda rows: (rows.extend([7, {"img0": "a.jpg"}]), rows[0].update(uid="")))],
     "levir_cc": [update(LEVIR, spoil_levir)],
     "magicbrush": [
-        update(SESSION, lambda found: found.update({"7": 3, "8": [{"input": "8-input.png"}]})),
+        update(SESSION, lambda sessions: sessions.update({"7": 3, "8": [{"input": "8-input.png"}]})),
         shard("dev", layouts.brush_row("17", 1, "x", 1) | {"turn_index": None}),
     ],
     "nlvr2": [
@@ -232,10 +236,11 @@ BROKEN: dict[str, list[Change]] = {
     "syned": [
         lines(TRAIN, "0 <INSTRUCT> a", "5 <INSTRUCT> b", "x <INSTRUCT> c", "10 d"),
         lines(TEST, "3 <INSTRUCT> a", "add a goat", "0 <INSTRUCT> b"),
-        update(VARIANTS, lambda found: found.update({"0": found.pop("0 ")})),
+        update(VARIANTS, lambda texts: texts.update({"0": texts.pop("0 ")})),
         update("splits.json", lambda splits: splits["validation"].append("1")),
     ],
 }
+# One line per fault: reader, name, split, source, code, key, and the value or the file
 FAULTS = f"""
 birds_to_words: None val {BIRDS}, line 2: unexpected_value img2ObservationURL text 'https://www.inaturalist.org/photos/no'
 clevr_change: 000003.png train change_captions.json, {DEFAULT}: no_captions_of_scene captions {DEFAULT}
@@ -275,13 +280,12 @@ syned: test-3 test {TEST}, line 1: unexpected_value {VARIANTS} '3 ' null
 syned: None test {TEST}, line 2: unexpected_value line text 'add a goat'
 syned: test-0 test {TEST}, line 3: unexpected_value {VARIANTS} '0 ' null
 """
-"""A line a fault: reader, name, split, place, code, key, and the value or the file."""
 
 
 def summary_of(fault: Fault) -> str:
-    """The code of a fault, its key, and the value or the file that it names."""
-    named = [str(fault.fields[name]) for name in ("key", "value", "file") if name in fault.fields]
-    return " ".join([fault.code.removeprefix("datasets."), *named])
+    """Return the code of a fault, its key, and the value or the file that it names."""
+    fields = [str(fault.fields[name]) for name in ("key", "value", "file") if name in fault.fields]
+    return " ".join([fault.code.removeprefix("datasets."), *fields])
 
 
 @pytest.mark.parametrize("reader", BROKEN)
@@ -290,10 +294,10 @@ def test_what_cannot_be_read_stays_with_its_place_and_what_is_wrong(tmp_path, re
     for change in BROKEN[reader]:
         change(root)
     rows = [row for row in DATASETS[reader].read(root) if row.fault]
-    found = [f"{reader}: {row.name} {row.split} {row.source}: {summary_of(row.fault)}" for row in rows]
-    wanted = [line for line in FAULTS.splitlines() if line.startswith(f"{reader}: ")]
-    assert len(found) == len(wanted)
-    assert [one for one, start in zip(found, wanted, strict=True) if not one.startswith(start)] == []
+    lines = [f"{reader}: {row.name} {row.split} {row.source}: {summary_of(row.fault)}" for row in rows]
+    expected_lines = [line for line in FAULTS.splitlines() if line.startswith(f"{reader}: ")]
+    assert len(lines) == len(expected_lines)
+    assert [line for line, start in zip(lines, expected_lines, strict=True) if not line.startswith(start)] == []
 
 
 CAPTIONS = "change_captions.json"
@@ -353,7 +357,7 @@ CLEAN_PAIRS = {
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory) -> tuple[Path, ValidateReport]:
-    """The toys of all datasets, ingested and validated in one run."""
+    """Ingest small examples of all datasets, and validate them in one run."""
     folder = tmp_path_factory.mktemp("validated")
     with pytest.MonkeyPatch.context() as monkeypatch:
         layouts.judge_by_polars_alone(monkeypatch)
@@ -403,10 +407,10 @@ def test_a_pair_without_the_bytes_of_an_image_stands_alone_and_the_others_stay(t
     rows[0]["edited_image"] = {"bytes": None, "path": "a.png"}
     rows[2]["edited_image"] = None
     layouts.write_shards(root, "test", rows)
-    first, second, third = list(DATASETS["emu_edit"].read(root))[3:]
-    assert first.after == "a.png"
-    assert second.fault is None
-    assert third.fault == Fault("datasets.missing_value", key="edited_image")
+    row_with_path, complete_row, row_without_image = list(DATASETS["emu_edit"].read(root))[3:]
+    assert row_with_path.after == "a.png"
+    assert complete_row.fault is None
+    assert row_without_image.fault == Fault("datasets.missing_value", key="edited_image")
 
 
 def copy_real(reader: str, root: Path) -> None:
@@ -415,8 +419,8 @@ def copy_real(reader: str, root: Path) -> None:
         for split in ("train", "val"):
             text = (REAL / f"birds_to_words/cwj1412_{split}.json").read_text()
             for row in map(json.loads, filter(None, text.split("\n"))):
-                found = [row["description"]] if split == "train" else row["description"]
-                rows += [(row["img1"], row["img2"], split, " ".join(tokens)) for tokens in found]
+                descriptions = [row["description"]] if split == "train" else row["description"]
+                rows += [(row["img1"], row["img2"], split, " ".join(tokens)) for tokens in descriptions]
         layouts.write_birds(root / "birds-to-words-v1.0.tsv", rows)
         return
     for name in DATASETS[reader].files:
@@ -449,8 +453,8 @@ def test_the_real_annotations_count_to_the_unit(tmp_path):
             )
     for reader, file, pairs_of_a_scene in (("clevr_change", "splits.json", 2), ("clevr_dc", "split.json", 1)):
         scenes = json.loads((REAL / reader / file).read_text())
-        found = {split: pairs_of_a_scene * len(numbers) for split, numbers in scenes.items()}
-        assert found == DATASETS[reader].published[0].pairs()
+        pair_counts = {split: pairs_of_a_scene * len(numbers) for split, numbers in scenes.items()}
+        assert pair_counts == DATASETS[reader].published[0].pairs()
 
 
 PAIR = {"before": "a/1.png", "after": "b/1.png", "captions": ["it fell", "down"], "split": "train"}
@@ -494,26 +498,26 @@ def test_fields_are_taken_as_they_are_and_no_name_or_caption_stands_alone(tmp_pa
         {"before": "h.png", "after": "i.png", "captions": {"x": 1}},
     ]
     write_json(tmp_path / "m.json", rows)
-    found = sorted(pairs.read(tmp_path, "m.json", split="test"), key=lambda row: row.before)
-    assert [(row.name, row.scene, row.split, row.references, row.change_types) for row in found] == [
+    read_rows = sorted(pairs.read(tmp_path, "m.json", split="test"), key=lambda row: row.before)
+    assert [(row.name, row.scene, row.split, row.references, row.change_types) for row in read_rows] == [
         ("7", "s1", "test", ["x"], ["color"]),
         ("c.png|d.png", "c.png|d.png", "test", ["y", "z"], []),
         ("e.png|f.png", "e.png|f.png", "test", ["[open"], []),
         (None, None, "test", ["x"], []),
         ("h.png|i.png", "h.png|i.png", "test", {"x": 1}, []),
     ]
-    faults = [row.fault for row in found]
+    faults = [row.fault for row in read_rows]
     assert summary_of(faults.pop(2)) == "unexpected_value change_types a list [3]"
     assert faults == [None] * 4
 
 
 def test_omnidiff_takes_columns_from_params_and_types_from_the_paper_in_any_case(tmp_path):
     types = [["OCR", "Color"], [" Color", "ocr "], ["None"], []]
-    rows = [{"image1": f"{n}.jpg", "image2": "b.jpg", "caption": "x", "types": each} for n, each in enumerate(types)]
+    rows = [{"image1": f"{n}.jpg", "image2": "b.jpg", "caption": "x", "types": types[n]} for n in range(4)]
     write_json(tmp_path / "real.json", [*rows, rows[0] | {"image1": "9.jpg", "types": ["magic"]}, {"types": ["size"]}])
     columns = {"before": "image1", "after": "image2", "captions": "caption", "change_types": "types"}
-    found = omnidiff.read(tmp_path, "real.json", columns, split="val")
-    *good, bad, lost = sorted(found, key=lambda row: str(row.before))
+    read_rows = omnidiff.read(tmp_path, "real.json", columns, split="val")
+    *good, bad, lost = sorted(read_rows, key=lambda row: str(row.before))
     assert {(row.split, row.fault) for row in good} == {("val", None)}
     assert [row.change_types for row in good] == [["ocr", "color"], ["color", "ocr"], ["none"], []]
     assert bad.fault.code == "datasets.unknown_change_types"
@@ -551,15 +555,15 @@ def as_text(**files: str) -> Write:
     return lambda root: [(root / name.replace("__", ".")).write_text(text) for name, text in files.items()]
 
 
-def both(*writes: Write) -> Write:
+def write_files(*writes: Write) -> Write:
     return lambda root: [write(root) for write in writes]
 
 
-def two(make: Callable[[str, str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+def two_rows(make: Callable[[str, str, str], dict[str, Any]]) -> list[dict[str, Any]]:
     return [make("a/1.png", "b/1.png", "train"), make("a/2.png", "b/2.png", "val")]
 
 
-PLAIN = two(lambda before, after, split: {"before": before, "after": after, "captions": "it fell", "split": split})
+PLAIN = two_rows(lambda before, after, split: {"before": before, "after": after, "captions": "it fell", "split": split})
 OF_DEV = [row | {"split": {"train": "Train", "val": "validation"}[row["split"]]} for row in PLAIN]
 IMAGES = {"images": "images", "split": "split", "id": None}
 
@@ -575,9 +579,12 @@ NESTED = {"before": "x.files.0", "after": "x.files.-1", "captions": "t.*.raw", "
 SPOT = {"dataset": "Spot-the-Diff"}
 HEADER = "before,after,captions\n"
 LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
-    "a pattern": (both(as_lines("p-0.jsonl", PLAIN[:1]), as_lines("p-1.jsonl", PLAIN[1:])), {"manifest": "p-*.jsonl"}),
+    "a pattern": (
+        write_files(as_lines("p-0.jsonl", PLAIN[:1]), as_lines("p-1.jsonl", PLAIN[1:])),
+        {"manifest": "p-*.jsonl"},
+    ),
     "a pattern of folders": (
-        both(as_lines("x/p.jsonl", PLAIN[:1]), as_lines("y/p.jsonl", PLAIN[1:])),
+        write_files(as_lines("x/p.jsonl", PLAIN[:1]), as_lines("y/p.jsonl", PLAIN[1:])),
         {"manifest": "*/p.jsonl"},
     ),
     "a file for each split": (
@@ -596,7 +603,11 @@ LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
     ),
     "rows below a key, nested": (
         as_json(
-            {"data": {"of": two(lambda a, b, s: {"x": {"files": [a, b]}, "m": {"s": s}, "t": [{"raw": "it fell"}]})}}
+            {
+                "data": {
+                    "of": two_rows(lambda a, b, s: {"x": {"files": [a, b]}, "m": {"s": s}, "t": [{"raw": "it fell"}]})
+                }
+            }
         ),
         {"rows": "data.of", "columns": NESTED},
     ),
@@ -606,23 +617,23 @@ LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
         {"manifest": "p.csv", "delimiter": ";"},
     ),
     "LLaVA": (
-        as_json(two(lambda a, b, s: {"id": f"{a}#0", "image": [a, b], "conversations": LLAVA})),
+        as_json(two_rows(lambda a, b, s: {"id": f"{a}#0", "image": [a, b], "conversations": LLAVA})),
         {"columns": {**COLUMNS, "split": "split"}, "split": "train"},
     ),
     "M4-Instruct": (
         as_json(
-            two(lambda a, b, s: {"image": [a, b], "conversations": LLAVA, "metadata": SPOT | {"split": s}})
+            two_rows(lambda a, b, s: {"image": [a, b], "conversations": LLAVA, "metadata": SPOT | {"split": s}})
             + [{"image": ["c.png"], "conversations": [], "metadata": {"dataset": "VQA"}}]
         ),
         {"columns": COLUMNS | {"split": "metadata.split"}, "where": {"metadata.dataset": "Spot-the-Diff"}},
     ),
     "messages in parts, as of ms-swift and LLaMA-Factory": (
-        as_json(two(lambda a, b, s: {"images": [a, b], "messages": PARTS, "split": s})),
+        as_json(two_rows(lambda a, b, s: {"images": [a, b], "messages": PARTS, "split": s})),
         {"columns": IMAGES | {"captions": "messages"}},
     ),
     "nested Parquet": (
         lambda root: pl.DataFrame(
-            two(lambda a, b, s: {"images": [a, b], "meta": {"s": s}, "sentences": [{"raw": "it fell"}]})
+            two_rows(lambda a, b, s: {"images": [a, b], "meta": {"s": s}, "sentences": [{"raw": "it fell"}]})
         ).write_parquet(root / "p.parquet"),
         {"manifest": "p.parquet", "columns": {"images": "images", "captions": "sentences.*.raw", "split": "meta.s"}},
     ),
@@ -679,8 +690,8 @@ NO_PAIRS = [
 
 def test_a_row_that_is_no_pair_stands_alone_with_what_is_wrong(tmp_path):
     write_json(tmp_path / "m.json", [row for row, _ in NO_PAIRS])
-    found = read(tmp_path, manifest="m.json", columns={"images": "images", "captions": "x"}, split="train")
-    assert [row.fault for row in found] == [fault for _, fault in NO_PAIRS]
+    rows = read(tmp_path, manifest="m.json", columns={"images": "images", "captions": "x"}, split="train")
+    assert [row.fault for row in rows] == [fault for _, fault in NO_PAIRS]
 
 
 def test_rows_are_marked_joined_and_filtered_as_the_options_say(tmp_path):
@@ -695,13 +706,13 @@ def test_rows_are_marked_joined_and_filtered_as_the_options_say(tmp_path):
     assert row.references == ["it fell", "it broke"]
     assert row.raw_rows == 2
     write_json(tmp_path / "m.json", [PLAIN[0] | {"captions": [" N/A ", "it fell"]}, PLAIN[1] | {"captions": "n/a"}])
-    captioned, none = read(tmp_path, manifest="m.json", no_caption=["n/a"])
-    assert captioned.references == ["it fell"]
-    assert not captioned.without_caption
-    assert none.without_caption
+    row_with_caption, row_without_caption = read(tmp_path, manifest="m.json", no_caption=["n/a"])
+    assert row_with_caption.references == ["it fell"]
+    assert not row_with_caption.without_caption
+    assert row_without_caption.without_caption
     (tmp_path / "m.jsonl").write_text(json.dumps(PLAIN[0] | {"lang": "en"}) + '\n{"lang": \n')
     bad, good = read(tmp_path, manifest="m.jsonl", where={"lang": "en"})
-    assert bad.source == "m.jsonl, line 2", "what cannot be parsed is not passed over"
+    assert bad.source == "m.jsonl, line 2", "a line that cannot be parsed is not left out"
     assert good.fault is None
 
 
@@ -776,9 +787,10 @@ def test_images_inside_parquet_are_written_beside_the_records_byte_by_byte(tmp_p
     root = tmp_path / "raw"
     data = {n: save_picture(tmp_path / f"{n}.png", n).read_bytes() for n in range(8)}
     values = {"captions": list("abdce")}
-    for place, side in enumerate(("before", "after")):
-        found = [{"bytes": data[pair[place]], "path": [None, "x.png"][place]} for pair in numbers]
-        values[side] = pa.array(found, IMAGE)
+    paths = {"before": None, "after": "x.png"}
+    for index, (side, path) in enumerate(paths.items()):
+        images_of_side = [{"bytes": data[pair[index]], "path": path} for pair in numbers]
+        values[side] = pa.array(images_of_side, IMAGE)
     root.mkdir()
     pq.write_table(pa.table(values), root / "p.parquet", row_group_size=2)
     options = {"manifest": "p.parquet", "split": "train"}
@@ -788,8 +800,10 @@ def test_images_inside_parquet_are_written_beside_the_records_byte_by_byte(tmp_p
         run_ingest(root, "pairs", "own", **options)
         records = pl.read_parquet(tmp_path / "records/own/records.parquet")
         assert records["fault"].to_list() == [None] * 4
-        found = [[Path(path).read_bytes() for path in pair] for pair in records.select("before", "after").rows()]
-        assert found == [[data[n] for n in pair] for pair in ((1, 2), (3, 4), (5, 1), (6, 7))]
+        for pair, paths_of_pair in zip(
+            ((1, 2), (3, 4), (5, 1), (6, 7)), records.select("before", "after").rows(), strict=True
+        ):
+            assert [Path(path).read_bytes() for path in paths_of_pair] == [data[number] for number in pair]
         images = list((tmp_path / "records/own/images").iterdir())
         assert len(images) == 7
         assert {path.suffix for path in images} == {".png"}
@@ -798,8 +812,8 @@ def test_images_inside_parquet_are_written_beside_the_records_byte_by_byte(tmp_p
 
 def test_a_list_of_embedded_images_is_a_pair_and_one_without_bytes_is_its_path(tmp_path):
     data = save_picture(tmp_path / "1.png", 1).read_bytes()
-    both = [{"bytes": data, "path": None}, {"bytes": None, "path": "b/2.png"}]
-    table = {"images": pa.array([both], pa.list_(IMAGE)), "captions": ["it fell"], "split": ["val"]}
+    images = [{"bytes": data, "path": None}, {"bytes": None, "path": "b/2.png"}]
+    table = {"images": pa.array([images], pa.list_(IMAGE)), "captions": ["it fell"], "split": ["val"]}
     pq.write_table(pa.table(table), tmp_path / "p.parquet")
     (row,) = read(tmp_path, manifest="p.parquet", columns={"images": "images"})
     assert row.before.read() == data

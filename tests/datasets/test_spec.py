@@ -1,4 +1,4 @@
-"""The one list: every dataset's file owns its layout, licence, counts and protocols; a licence is obeyed."""
+"""The list of datasets: each module defines the layout, licence, counts and protocols of one dataset."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from m3diff.datasets import DATASETS, clevr_change, omnidiff
-from m3diff.datasets.spec import UNSTATED_LICENCE, Permission, check_licence
+from m3diff.datasets.spec import UNSTATED_LICENCE, Permission, Protocol, check_licence
 from m3diff.records.errors import DataError
 from m3diff.stages.convert.stage import PAPER_DATASETS, PAPER_SAMPLES, published_mixture_counts
 from tests.errors import raises
@@ -59,8 +59,8 @@ def test_what_a_licence_excludes_is_refused_unless_it_is_asked_for(answer, use, 
     spec = DATASETS["minichange"]
     spec = replace(spec, licence=replace(spec.licence, name="L1", **{use: Permission(answer, "because")}))
     notice = f"MiniChange (licence: L1): {use}: because"
-    refused = not override and (answer == "no" or (answer == "unstated" and use == "redistribute"))
-    if refused:
+    is_refused = not override and (answer == "no" or (answer == "unstated" and use == "redistribute"))
+    if is_refused:
         refusal = {"dataset": "MiniChange", "licence": "L1", "use": use, "reason": "because"}
         with raises(DataError, "datasets.licence_refuses_use", **refusal):
             check_licence(spec, use, override)
@@ -70,15 +70,17 @@ def test_what_a_licence_excludes_is_refused_unless_it_is_asked_for(answer, use, 
 
 def test_every_task_is_one_of_the_questions_file():
     tasks = {name: spec.task for name, spec in DATASETS.items() if spec.task != "difference"}
-    own = {"birds_to_words": "birds", "nlvr2": "statement", "omnidiff": "detail"}
-    assert tasks == own | dict.fromkeys(("emu_edit", "iedit", "magicbrush", "syned"), "edit")
+    special_tasks = {"birds_to_words": "birds", "nlvr2": "statement", "omnidiff": "detail"}
+    assert tasks == special_tasks | dict.fromkeys(("emu_edit", "iedit", "magicbrush", "syned"), "edit")
     assert {"difference", *tasks.values()} <= yaml.safe_load(Path("profiles/questions.yaml").read_text()).keys()
 
 
 def test_published_pairs_and_references_of_every_part():
     parts = {part.part: (part.train, part.val, part.test) for spec in DATASETS.values() for part in spec.published}
-    found = {name: tuple((count.pairs, count.references) for count in counts) for name, counts in parts.items()}
-    assert found == {
+    pairs_and_references = {}
+    for name, counts in parts.items():
+        pairs_and_references[name] = tuple((count.pairs, count.references) for count in counts)
+    assert pairs_and_references == {
         "birds_to_words": ((2_685, 12_890), (325, 1_556), (337, 1_604)),
         "clevr_change": ((67_660, None), (3_976, None), (7_970, None)),
         "clevr_dc": ((40_800, None), (2_400, None), (4_800, None)),
@@ -111,36 +113,82 @@ def test_the_paper_s_mixture_is_the_official_training_splits():
     assert PAPER_SAMPLES == 896_000
 
 
-def test_protocols_name_pairs_that_papers_score_and_what_is_not_plain_of_them(tmp_path):
-    protocols = {(name, one.name): one for name, spec in DATASETS.items() for one in spec.protocols}
-    assert len(protocols) == sum(len(spec.protocols) for spec in DATASETS.values()) == 27
-    for (name, _), one in protocols.items():
-        published = DATASETS[name].part(one.part or name)
-        assert one.headline in one.metrics
-        assert (one.source is None) == (one.n is None)
-        if one.ids == ".*" and not one.change_types:
-            assert one.n == (published.test.pairs if published and one.source else None)
-    own = {name for name, spec in DATASETS.items() if not any(one.source for one in spec.protocols)}
-    assert own == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
+def protocols_by_name() -> dict[tuple[str, str], Protocol]:
+    """Return all protocols by the names of their dataset and protocol."""
+    protocols = {}
+    for name, spec in DATASETS.items():
+        for protocol in spec.protocols:
+            protocols[name, protocol.name] = protocol
+    return protocols
+
+
+PROTOCOLS = protocols_by_name()
+CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
+
+
+def test_every_dataset_names_each_of_its_protocols_once():
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 27
+
+
+@pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
+def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset, name):
+    protocol = PROTOCOLS[dataset, name]
+    published = DATASETS[dataset].part(protocol.part or dataset)
+    assert protocol.headline in protocol.metrics
+    assert (protocol.source is None) == (protocol.n is None)
+    if protocol.ids == ".*" and not protocol.change_types:
+        assert protocol.n == (published.test.pairs if published and protocol.source else None)
+
+
+def test_datasets_without_published_scores_have_protocols_of_this_project():
+    datasets_with_source = {dataset for (dataset, _), protocol in PROTOCOLS.items() if protocol.source}
+    assert set(DATASETS) - datasets_with_source == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
+
+
+def test_the_ids_of_clevr_change_select_pairs_with_and_without_a_change(tmp_path):
     names = [row.name for row in clevr_change.read(write_clevr(tmp_path)) if row.split == "test"]
     assert names[:2] == ["000001.png", "000001.png_n"]
-    for name, ids in (("total", names), ("semantic", names[::2]), ("distractor", names[1::2])):
-        assert [each for each in names if re.fullmatch(protocols["clevr_change", name].ids, each)] == ids
-    subsets = {key[1]: one.n for key, one in protocols.items() if one.n and (one.change_types or one.ids != ".*")}
-    kinds = dict.fromkeys(("color", "material", "add", "drop", "move"), 797)
-    assert subsets == kinds | {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
-    types = {one.change_types for one in protocols.values() if one.change_types}
-    assert types == {(name,) for name in (*kinds, "change", "none")}
-    joined = {key for key, one in protocols.items() if (one.references, one.max_words) != ("all", None)}
-    assert joined == {("spot_the_diff", "multi-change")}
-    cut = protocols["spot_the_diff", "multi-change"]
-    assert cut.references == "joined"
-    assert cut.max_words == 60
-    by_words = {key for key, one in protocols.items() if one.tokenizer == "whitespace"}
-    assert by_words == {("birds_to_words", "whitespace"), *(("levir_cc", n) for n in ("total", "change", "no_change"))}
-    with_spice = {name for (name, _), one in protocols.items() if "SPICE" in one.metrics}
-    assert with_spice == {"spot_the_diff", "iedit", "clevr_change", "clevr_dc"}
-    headlines = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
-    others = {"omnidiff": "real", "spot_the_diff": "single-change"}
-    others |= dict.fromkeys(("clevr_change", "levir_cc", "minichange"), "total")
-    assert {name: one for name, one in headlines.items() if one != "test"} == others
+    expected_names = {"total": names, "semantic": names[::2], "distractor": names[1::2]}
+    for name, expected in expected_names.items():
+        pattern = PROTOCOLS["clevr_change", name].ids
+        assert [pair_name for pair_name in names if re.fullmatch(pattern, pair_name)] == expected
+
+
+def test_protocols_of_subsets_have_the_published_numbers_of_pairs():
+    subset_sizes = {}
+    for (_, name), protocol in PROTOCOLS.items():
+        if protocol.n and (protocol.change_types or protocol.ids != ".*"):
+            subset_sizes[name] = protocol.n
+    sizes_by_type = dict.fromkeys(CLEVR_CHANGE_TYPES, 797)
+    assert subset_sizes == sizes_by_type | {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
+    types = {protocol.change_types for protocol in PROTOCOLS.values() if protocol.change_types}
+    assert types == {(name,) for name in (*CLEVR_CHANGE_TYPES, "change", "none")}
+
+
+def test_only_multi_change_of_spot_the_diff_joins_and_cuts_references():
+    keys = [key for key, protocol in PROTOCOLS.items() if protocol.references != "all" or protocol.max_words]
+    assert keys == [("spot_the_diff", "multi-change")]
+    protocol = PROTOCOLS["spot_the_diff", "multi-change"]
+    assert protocol.references == "joined"
+    assert protocol.max_words == 60
+
+
+def test_protocols_that_split_words_at_spaces():
+    keys = {key for key, protocol in PROTOCOLS.items() if protocol.tokenizer == "whitespace"}
+    assert keys == {
+        ("birds_to_words", "whitespace"),
+        *(("levir_cc", name) for name in ("total", "change", "no_change")),
+    }
+
+
+def test_datasets_with_spice():
+    datasets = {dataset for (dataset, _), protocol in PROTOCOLS.items() if "SPICE" in protocol.metrics}
+    assert datasets == {"spot_the_diff", "iedit", "clevr_change", "clevr_dc"}
+
+
+def test_the_main_protocol_of_each_dataset():
+    main_protocols = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
+    expected = dict.fromkeys(DATASETS, "test")
+    expected |= {"omnidiff": "real", "spot_the_diff": "single-change"}
+    expected |= dict.fromkeys(("clevr_change", "levir_cc", "minichange"), "total")
+    assert main_protocols == expected

@@ -15,7 +15,7 @@ PLAIN = ["train", "train", "val", "test"]
 
 
 def write(root: Path, columns: Mapping[str, Sequence[str]], name: str = "paare.csv") -> TableGuess:
-    """A table of pairs as spreadsheets of German users write it, with these columns; what is guessed of it."""
+    """Write a table of pairs like a German spreadsheet, with these columns, and return the guess of how to read it."""
     count = len(next(iter(columns.values())))
     with (root / name).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, delimiter=";")
@@ -78,7 +78,7 @@ def test_the_note_on_the_split_has_the_column_and_the_count_of_each_value(tmp_pa
     assert "'train' (2), 'val' (1), 'test' (1)" in notes
 
 
-ASKED = {
+UNCERTAIN_COLUMNS = {
     "another value beside": {"Teil": ["train", "val", "test", "unklar"]},
     "another value beside, in a language": {"划分": ["训练", "验证", "测试", "其他"]},
     "a blank cell": {"Teil": ["train", "val", "test", ""]},
@@ -94,7 +94,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("columns", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("columns", UNCERTAIN_COLUMNS.values(), ids=UNCERTAIN_COLUMNS)
 def test_what_may_be_a_split_is_one_question_and_each_answer_can_be_read(tmp_path, columns):
     guessed = write(tmp_path, columns)
     assert len(guessed.doubts) == 1
@@ -108,9 +108,9 @@ def test_what_may_be_a_split_is_one_question_and_each_answer_can_be_read(tmp_pat
 
 
 def test_most_rows_train_in_the_first_answer_on_numbers(tmp_path):
-    first, second, not_the_split = write(tmp_path, {"Teil": ["2", "2", "0", "1"]}).entries()
-    assert first["splits"] == {"2": "train", "0": "val", "1": "test"}
-    assert second["splits"] == {"2": "train", "0": "test", "1": "val"}
+    val_is_0, val_is_1, not_the_split = write(tmp_path, {"Teil": ["2", "2", "0", "1"]}).entries()
+    assert val_is_0["splits"] == {"2": "train", "0": "val", "1": "test"}
+    assert val_is_1["splits"] == {"2": "train", "0": "test", "1": "val"}
     assert not_the_split["split"] == "train"
 
 

@@ -1,4 +1,4 @@
-"""Tables of pairs as people write them: how a file is cut into rows, and which columns name the images."""
+"""Tables of pairs: how a file is divided into rows, and which columns name the images."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from tests.errors import raises
 FIELDS = [["Vorher", "Nachher", "Beschreibung", "Teil"], ["v/1.png", "n/1.png", "die Lampe, links, ist aus", "train"]]
 
 
-def write_table(path: Path, separator: str, first: str = "", encoding: str = "utf-8") -> Path:
+def write_table(path: Path, separator: str, first_line: str = "", encoding: str = "utf-8") -> Path:
     rows = [separator.join(f'"{field}"' if separator in field else field for field in row) for row in FIELDS]
-    path.write_text(first + "\n".join(rows) + "\n", encoding=encoding)
+    path.write_text(first_line + "\n".join(rows) + "\n", encoding=encoding)
     return path
 
 
@@ -37,9 +37,9 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize(("name", "separator", "first", "encoding"), TABLES.values(), ids=TABLES)
-def test_data_check_and_caption_read_the_same_tables(name, separator, first, encoding, tmp_path):
-    table = write_table(tmp_path / name, separator, first, encoding)
+@pytest.mark.parametrize(("name", "separator", "first_line", "encoding"), TABLES.values(), ids=TABLES)
+def test_data_check_and_caption_read_the_same_tables(name, separator, first_line, encoding, tmp_path):
+    table = write_table(tmp_path / name, separator, first_line, encoding)
     assert guess_table(tmp_path).options["columns"]["before"] == "Vorher"
     (pair,) = find_pairs(table, None)
     assert pair.before == tmp_path / "v/1.png"
@@ -47,11 +47,11 @@ def test_data_check_and_caption_read_the_same_tables(name, separator, first, enc
     assert pair.name == "1"
 
 
-@pytest.mark.parametrize(("name", "separator", "first", "encoding"), TABLES.values(), ids=TABLES)
-def test_score_reads_what_data_check_reads(name, separator, first, encoding, tmp_path):
+@pytest.mark.parametrize(("name", "separator", "first_line", "encoding"), TABLES.values(), ids=TABLES)
+def test_score_reads_what_data_check_reads(name, separator, first_line, encoding, tmp_path):
     table = tmp_path / name
     text = separator.join(("Image ID", "Caption")) + "\n" + separator.join(("7", "it fell"))
-    table.write_text(first + text + "\n", encoding=encoding)
+    table.write_text(first_line + text + "\n", encoding=encoding)
     assert read_predictions(table).captions == [("7", "it fell")]
 
 
@@ -68,7 +68,7 @@ def test_the_suffix_decides_between_separators_of_as_many_columns(tmp_path):
 
 @pytest.fixture
 def table_in_windows_1252(tmp_path: Path) -> Path:
-    """A table that is not UTF-8."""
+    """Write a table that is not UTF-8."""
     (tmp_path / "a.csv").write_text("Vorher;Nachher\nküche.png;bad.png\n", encoding="cp1252")
     return tmp_path / "a.csv"
 

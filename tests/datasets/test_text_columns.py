@@ -1,4 +1,4 @@
-"""Which text column holds captions of a change: tables as edit corpora and their users write them."""
+"""Find the text columns with captions of a change, in tables like those of published edit datasets."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,11 @@ SOURCES = [f"a street with a car and house {number}" for number in range(ROWS)]
 TARGETS = [f"a street with house {number}" for number in range(ROWS)]
 CHANGES = [f"the car near house {number} is gone" for number in range(ROWS)]
 LABELS = ["remove object", "add object"] * (ROWS // 2)
-ASKED = ["What has changed?"] * ROWS
+QUESTIONS = ["What has changed?"] * ROWS
 
 
 def write(root: Path, before: str = "before", after: str = "after", **texts: Any) -> TableGuess:
-    """A table of pairs with columns of texts; what is guessed of it."""
+    """Write a table of pairs with columns of texts, and return the guess of how to read it."""
     rows = []
     for number in range(ROWS):
         for shade, side in enumerate("pq"):
@@ -104,16 +104,16 @@ CLEAR = {
     "a caption and a flag": ({"caption": CHANGES, "changed": ["yes", "no"] * (ROWS // 2)}, "caption", []),
     "a caption and the object": ({"caption": CHANGES, "edit_object": LABELS}, "caption", ["edit_object"]),
     "the documented name": ({"captions": CHANGES, "source_caption": SOURCES}, "captions", ["source_caption"]),
-    "the task's question": ({"instruction": ASKED, "output": CHANGES}, "output", []),
-    "the task's question as a query": ({"query": ASKED, "answer": CHANGES}, "answer", []),
+    "the task's question": ({"instruction": QUESTIONS, "output": CHANGES}, "output", []),
+    "the task's question as a query": ({"query": QUESTIONS, "answer": CHANGES}, "answer", []),
     "several questions as queries": (
         {"query": ["What changed?", "What has changed?"] * (ROWS // 2), "answer": CHANGES},
         "answer",
         [],
     ),
-    "the task's question as a prompt": ({"prompt": ASKED, "caption": CHANGES}, "caption", []),
+    "the task's question as a prompt": ({"prompt": QUESTIONS, "caption": CHANGES}, "caption", []),
     "an edit and its object": ({"edit": EDITS, "object": ["car"] * ROWS}, "edit", []),
-    "a system prompt": ({"instruction": ASKED, "output": CHANGES, "system": SOURCES}, "output", ["system"]),
+    "a system prompt": ({"instruction": QUESTIONS, "output": CHANGES, "system": SOURCES}, "output", ["system"]),
     "numbered": ({"caption_1": CHANGES, "caption_2": EDITS}, ["caption_1", "caption_2"], []),
 }
 

@@ -7,7 +7,7 @@ from ast import literal_eval
 import numpy as np
 import pytest
 
-from m3diff.datasets.minichange import CHANGE_TYPES, LEVELS, references, sample_types
+from m3diff.datasets.minichange import CHANGE_TYPES, SAMPLERS, references, sample_types
 from m3diff.scoring.marks import PATTERNS, REPETITION, find_candidates, may_repeat, notes_of_marks
 
 TEXTS = [
@@ -94,10 +94,10 @@ def test_ordinary_captions_have_no_note():
 
 def test_captions_of_minichange_have_no_note():
     captions = references((), 5) * 10
-    for level in LEVELS.values():
+    for sampler in SAMPLERS.values():
         for number in range(400):
             rng = np.random.default_rng([7, number])
-            changes = level.sample_pair(rng, sample_types(rng, number, 0.3, CHANGE_TYPES))[3]
+            changes = sampler.sample_pair(rng, sample_types(rng, number, 0.3, CHANGE_TYPES)).changes
             captions += references(changes, 3)
     assert len(captions) > 2_000
     assert notes_of_marks(captions) == []

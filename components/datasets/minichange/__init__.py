@@ -11,7 +11,7 @@ reader. There are two additional files, grammar.json and scenes.json:
     splits.json               {"train": [123, ...], "val": [...], "test": [...]}
     type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes is listed under each
     grammar.json              rules that parse a caption into changes: type, object, place, old and new value
-    scenes.json               the content of each image (`Scenes`), for programs that edit or describe images
+    scenes.json               the content of each image (`DrawnScenes`), for programs that edit or describe images
 
 `scene.py` describes how each of OmniDiff's twelve change types is drawn. The number of scenes is a parameter, so there
 are no published counts. The seed determines every byte: each scene has its own random generator, so the order of the
@@ -35,14 +35,24 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from m3diff.datasets.clevr_change import read
 from m3diff.datasets.files import read_json, read_splits
 from m3diff.datasets.minichange.language import describe_scene, grammar, references
-from m3diff.datasets.minichange.scene import LEVELS, WIDTHS, Domain, Mark, MiniChange, Scene, Thing, View, sample_types
+from m3diff.datasets.minichange.scene import (
+    SAMPLERS,
+    WIDTHS,
+    Domain,
+    Mark,
+    MiniChange,
+    Scene,
+    Thing,
+    View,
+    sample_types,
+)
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
@@ -50,17 +60,39 @@ from m3diff.records.machine import usable_cpus
 from m3diff.records.progress import progress
 from m3diff.records.schemas import CHANGE_TYPES
 
-FILE = "scenes.json"
+SCENES_FILE = "scenes.json"
 # Folders of the images before, the images after the changes, and the distractors, with the word in their file names
 FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
 
 
-class Scenes(NamedTuple):
-    """How the images of a dataset were drawn. `of` maps the path of each image, relative to the root, to its scene."""
+class DrawnScenes(NamedTuple):
+    """The scenes from which the images of a dataset were drawn.
+
+    Attributes:
+        domain: look of the images.
+        image_px: width and height of an image, in pixels.
+        scene_by_path: scene of each image. The keys are paths relative to the root of the dataset.
+    """
 
     domain: Domain
     image_px: int
-    of: dict[str, Scene]
+    scene_by_path: dict[str, Scene]
+
+
+class WrittenScene(NamedTuple):
+    """A scene whose images are written.
+
+    Attributes:
+        name: the scene's number with six digits.
+        types: the change types of the pair with changes.
+        references: the captions of this pair.
+        scenes: the scenes in the images, in the order of FOLDERS.
+    """
+
+    name: str
+    types: tuple[str, ...]
+    references: list[str]
+    scenes: tuple[Scene, ...]
 
 
 def image_paths(number: int) -> list[str]:
@@ -68,19 +100,20 @@ def image_paths(number: int) -> list[str]:
     return [f"{folder}/CLEVR_{word}_{number:06d}.png" for folder, word in FOLDERS.items()]
 
 
-def read_scenes(root: Path) -> Scenes:
-    """Return the scenes of a MiniChange dataset on disk.
+def read_scenes(root: Path) -> DrawnScenes:
+    """Read the scenes of a MiniChange dataset on disk.
 
     Raises:
         DataError: the file is missing or does not contain a JSON object.
     """
-    found = read_json(root / FILE, dict)
-    scenes = {}
-    for path, values in found["scenes"].items():
+    content = read_json(root / SCENES_FILE, dict)
+    scene_by_path = {}
+    for path, values in content["scenes"].items():
         things = tuple(Thing(**thing) for thing in values.pop("things"))
         marks = tuple(Mark(*mark) for mark in values.pop("marks"))
-        scenes[path] = Scene(things, marks, view=View(**values.pop("view")), level=found["level"], **values)
-    return Scenes(found["domain"], found["image_px"], scenes)
+        view = View(**values.pop("view"))
+        scene_by_path[path] = Scene(things, marks, view=view, level=content["level"], **values)
+    return DrawnScenes(content["domain"], content["image_px"], scene_by_path)
 
 
 def read_singles(root: Path) -> Iterator[Row]:
@@ -88,19 +121,18 @@ def read_singles(root: Path) -> Iterator[Row]:
 
     The scenes are in the order of `splits.json`. The images of a scene are in the order before, after, distractor.
     """
-    scenes = read_scenes(root).of
+    scene_by_path = read_scenes(root).scene_by_path
     for split, numbers in read_splits(root / "splits.json").items():
         for number in numbers:
             for path in image_paths(number):
-                text = describe_scene(scenes[path])
-                yield Row(path, split, f"{number:06d}", path, path, [text], [], f"{FILE}, {path}")
+                text = describe_scene(scene_by_path[path])
+                yield Row(path, split, f"{number:06d}", path, path, [text], [], f"{SCENES_FILE}, {path}")
 
 
 ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
 
-
-# Files and folders that MiniChange writes
-OWN_NAMES = {*FOLDERS, *ANNOTATIONS, FILE}
+# Files and folders that MiniChange writes, besides the images
+WRITTEN_NAMES = {*FOLDERS, *ANNOTATIONS, SCENES_FILE}
 IMAGE_NAME = re.compile("|".join(f"{folder}/CLEVR_{word}_[0-9]{{6,}}[.]png" for folder, word in FOLDERS.items()))
 
 
@@ -112,38 +144,68 @@ def generate(settings: MiniChange) -> None:
     Raises:
         DataError: the folder contains a file that does not belong to MiniChange. In this case nothing is removed.
     """
-    _empty(settings.root)
-    train, val, test = (settings.scenes[split] for split in ("train", "val", "test"))
-    total = train + val + test  # train has the last numbers, so a larger train split does not change val and test
-    splits = {"train": range(total - train, total), "val": range(test, test + val), "test": range(test)}
+    _empty_folder(settings.root)
+    splits = _scene_numbers(settings)
+    total = sum(len(numbers) for numbers in splits.values())
+    write_scene = partial(_write_scene, settings, splits["train"])
     with ProcessPoolExecutor(max_workers=usable_cpus()) as pool:
-        written = pool.map(partial(_write_scene, settings, splits["train"]), range(total), chunksize=32)
-        scenes = list(progress(written, "synthesize", total=total, unit="scene"))
-    no_change = references((), settings.references)
-    annotations = {
-        "change_captions.json": {f"CLEVR_default_{name}.png": texts for name, _, texts, _ in scenes},
-        "no_change_captions.json": {f"CLEVR_default_{name}.png": no_change for name, *_ in scenes},
+        results = pool.map(write_scene, range(total), chunksize=32)
+        written_scenes = list(progress(results, "synthesize", total=total, unit="scene"))
+    for name, content in _annotations(settings, splits, written_scenes).items():
+        write_atomic(settings.root / name, json.dumps(content, indent=1) + "\n")
+    _write_scenes_file(settings, written_scenes)
+
+
+def _scene_numbers(settings: MiniChange) -> dict[str, range]:
+    """Return the numbers of the scenes in each split.
+
+    The train split has the last numbers, so a larger train split does not change the val and test splits.
+    """
+    test = settings.scenes["test"]
+    val = settings.scenes["val"]
+    total = settings.scenes["train"] + val + test
+    return {"train": range(test + val, total), "val": range(test, test + val), "test": range(test)}
+
+
+def _annotations(settings: MiniChange, splits: dict[str, range], written_scenes: list[WrittenScene]) -> dict[str, Any]:
+    """Return the content of each annotation file by its name."""
+    no_change_sentences = references((), settings.references)
+    captions = {}
+    no_change_captions = {}
+    images_by_type: dict[str, list[str]] = {change_type: [] for change_type in CHANGE_TYPES}
+    for scene in written_scenes:
+        captions[f"CLEVR_default_{scene.name}.png"] = scene.references
+        no_change_captions[f"CLEVR_default_{scene.name}.png"] = no_change_sentences
+        for change_type in scene.types:
+            images_by_type[change_type].append(f"{scene.name}.png")
+    return {
+        "change_captions.json": captions,
+        "no_change_captions.json": no_change_captions,
         "splits.json": {split: list(numbers) for split, numbers in splits.items()},
-        "type_mapping.json": {
-            each: [f"{name}.png" for name, types, *_ in scenes if each in types] for each in CHANGE_TYPES
-        },
+        "type_mapping.json": images_by_type,
         "grammar.json": grammar(tuple(WIDTHS[settings.level])),
     }
-    for name, content in annotations.items():
-        write_atomic(settings.root / name, json.dumps(content, indent=1) + "\n")
-    head = json.dumps({"level": settings.level, "domain": settings.domain, "image_px": settings.image_px})
+
+
+def _write_scenes_file(settings: MiniChange, written_scenes: list[WrittenScene]) -> None:
+    """Write scenes.json with one line per image. `json.dumps` has no format with one line per entry."""
+    header = json.dumps({"level": settings.level, "domain": settings.domain, "image_px": settings.image_px})
     lines = []
-    for number, (*_, shown) in enumerate(scenes):
-        for path, scene in zip(image_paths(number), shown, strict=True):
-            values = {name: value for name, value in asdict(scene).items() if name != "level"}
+    for number, written_scene in enumerate(written_scenes):
+        for path, scene in zip(image_paths(number), written_scene.scenes, strict=True):
+            values = asdict(scene)
+            del values["level"]  # all scenes have the level in the header
             lines.append(f"{json.dumps(path)}: {json.dumps(values)}")
-    write_atomic(settings.root / FILE, f'{head[:-1]}, "scenes": {{\n' + ",\n".join(lines) + "\n}}\n")
+    scenes = ",\n".join(lines)
+    open_header = header.removesuffix("}")
+    write_atomic(settings.root / SCENES_FILE, f'{open_header}, "scenes": {{\n{scenes}\n}}}}\n')
 
 
-def _empty(root: Path) -> None:
+def _empty_folder(root: Path) -> None:
+    """Replace the folder by an empty one with the folders of the images. See `generate` for the error."""
     # Hidden files of a file browser, such as .DS_Store, do not count
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if not path.name.startswith("."))
-    foreign_names = [name for name in names if name not in OWN_NAMES and not IMAGE_NAME.fullmatch(name)]
+    foreign_names = [name for name in names if name not in WRITTEN_NAMES and not IMAGE_NAME.fullmatch(name)]
     if foreign_names:
         raise DataError("datasets.foreign_file_in_minichange", path=root, value=foreign_names[0])
     shutil.rmtree(root, ignore_errors=True)
@@ -151,29 +213,28 @@ def _empty(root: Path) -> None:
         (root / folder).mkdir(parents=True)
 
 
-def _write_scene(
-    settings: MiniChange, training: range, number: int
-) -> tuple[str, tuple[str, ...], list[str], tuple[Scene, ...]]:
-    """Write the images of a scene. Return its six-digit number, its change types, references, and drawn scenes."""
+def _write_scene(settings: MiniChange, train_numbers: range, number: int) -> WrittenScene:
+    """Sample a scene and write its images. Only scenes of the train split use `settings.oversample_types`."""
     # Imported here, because checking the parameters must not require Pillow
     from m3diff.datasets.minichange.render import render
 
     rng = np.random.default_rng([settings.seed, number])
-    deck = CHANGE_TYPES + (settings.oversample_types if number in training else ())
-    types = sample_types(rng, number, settings.multi_change_share, deck)
-    before, after, distractor, changes = LEVELS[settings.level].sample_pair(rng, types)
-    shown = (before, after, distractor)
-    for name, scene in zip(image_paths(number), shown, strict=True):
-        render(scene, settings.image_px, rng, settings.domain).save(settings.root / name, compress_level=4)
-    return f"{number:06d}", types, references(changes, settings.references), shown
+    oversampled_types = settings.oversample_types if number in train_numbers else ()
+    types = sample_types(rng, number, settings.multi_change_share, CHANGE_TYPES + oversampled_types)
+    sample = SAMPLERS[settings.level].sample_pair(rng, types)
+    scenes = (sample.before, sample.after, sample.distractor)
+    for name, scene in zip(image_paths(number), scenes, strict=True):
+        image = render(scene, settings.image_px, rng, settings.domain)
+        image.save(settings.root / name, compress_level=4)
+    return WrittenScene(f"{number:06d}", types, references(sample.changes, settings.references), scenes)
 
 
-ALLOWED = Permission("yes", "drawn by this project, under its licence")
+PERMISSION = Permission("yes", "this project draws the images and licenses them")
 SPEC = DatasetSpec(
     title="MiniChange",
     page="components/datasets/minichange",
     paper=None,
-    licence=Licence.of("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0", ALLOWED),
+    licence=Licence.of("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0", PERMISSION),
     read=read,
     files=ANNOTATIONS,
     protocols=(

@@ -7,7 +7,7 @@ programs to read the change type, object, place, and old and new value without k
 
 import re
 
-from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, SIZES, STATES, Change, Scene, name
+from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACE_NAMES, SIZES, STATES, Change, Scene, Thing, name_thing
 from m3diff.records.schemas import CHANGE_TYPES
 
 SEPARATOR = ", and "
@@ -16,14 +16,17 @@ ARMS = {"down": "lowered its arms", "up": "raised its arms", "waving": "started 
 CAMERA = {"left": "moved to the left", "right": "moved to the right", "up": "moved up", "down": "moved down"}
 CAMERA |= {"in": "zoomed in", "out": "zoomed out"}
 LAMP = {"out": "went out", "on": "came on"}
-OPPOSITES = {"left": "right", "right": "left", "up": "down", "down": "up", "in": "out", "out": "in"}
+OPPOSITE_MOVEMENTS = {"left": "right", "right": "left", "up": "down", "down": "up", "in": "out", "out": "in"}
 # Descriptions of an object's state, by kind. A waving doll is described as "waving" instead
-STATE = {"arrow": " pointing {}", "doll": " with arms {}", "sign": " reading {}", "die": " with {} dots"}
+STATE_DESCRIPTIONS = {"arrow": " pointing {}", "doll": " with arms {}", "sign": " reading {}", "die": " with {} dots"}
 
-# The change type if the two images are swapped. `words` maps each movement of the camera or lamp to the opposite one. A
-# removal has no inverse, because no sentence describes an object that takes the place of a mark
+# The change type if the two images are swapped. `words` maps each phrase for the camera or lamp to the opposite phrase.
+# A removal has no inverse, because no sentence describes an object that takes the place of a mark
 INVERSE: dict[str, dict] = {
-    "viewpoint": {"type": "viewpoint", "words": {CAMERA[one]: CAMERA[other] for one, other in OPPOSITES.items()}},
+    "viewpoint": {
+        "type": "viewpoint",
+        "words": {CAMERA[word]: CAMERA[opposite] for word, opposite in OPPOSITE_MOVEMENTS.items()},
+    },
     "illumination": {"type": "illumination", "words": {LAMP["out"]: LAMP["on"], LAMP["on"]: LAMP["out"]}},
     "addition": {"type": "disappearance"},
     "disappearance": {"type": "addition"},
@@ -85,28 +88,33 @@ def references(changes: tuple[Change, ...], count: int) -> list[str]:
     """Return `count` paraphrases of all changes of a pair. Without changes, return `count` sentences that say so."""
     if not changes:
         return list(NO_CHANGE_SENTENCES[:count])
-    return [
-        SEPARATOR.join(TEMPLATES[change.type][k % 5].format_map(_slots(change)) for change in changes)
-        for k in range(count)
-    ]
+    slots = [_fill_slots(change) for change in changes]
+    texts = []
+    for number in range(count):
+        templates = [TEMPLATES[change.type][number % 5] for change in changes]
+        clauses = [template.format_map(values) for template, values in zip(templates, slots, strict=True)]
+        texts.append(SEPARATOR.join(clauses))
+    return texts
 
 
-def _slots(change: Change) -> dict[str, str]:
+def _fill_slots(change: Change) -> dict[str, str]:
+    """Return the words of a change for the slots of the templates, such as `object` and `old_color`."""
     before = change.before
     after = change.after
     slots = {"camera": CAMERA.get(change.word, ""), "lamp": LAMP.get(change.word, "")}
     if before is not None:
-        slots |= {"object": name(before), "place": PLACES[before.cell]}
+        slots |= {"object": name_thing(before), "place": PLACE_NAMES[before.cell]}
         slots |= {"old_size": before.size, "old_color": before.color, "old_direction": str(before.state)}
-        slots |= {"old_glyph": str(before.state), "old_count": _number(before.state)}
+        slots |= {"old_glyph": str(before.state), "old_count": _number_word(before.state)}
     if after is not None:
-        slots |= {"new": name(after), "size": after.size, "color": after.color, "direction": str(after.state)}
-        slots |= {"arms": ARMS.get(str(after.state), ""), "glyph": str(after.state), "count": _number(after.state)}
-        slots.setdefault("place", PLACES[after.cell])
+        slots |= {"new": name_thing(after), "size": after.size, "color": after.color, "direction": str(after.state)}
+        slots |= {"arms": ARMS.get(str(after.state), ""), "glyph": str(after.state), "count": _number_word(after.state)}
+        slots.setdefault("place", PLACE_NAMES[after.cell])
     return slots
 
 
-def _number(state: object) -> str:
+def _number_word(state: object) -> str:
+    """Return the number of dots on a die as a word, or an empty string for the state of another object."""
     return NUMBERS[state] if isinstance(state, int) else ""
 
 
@@ -123,65 +131,87 @@ def grammar(sizes: tuple[str, ...] = SIZES) -> dict:
     Args:
         sizes: names of the sizes that objects have.
     """
-    clauses = [
-        {"type": change_type, "pattern": _pattern(change_type, template, sizes)}
-        for change_type, templates in TEMPLATES.items()
-        for template in templates
-    ]
+    clauses = []
+    for change_type, templates in TEMPLATES.items():
+        for template in templates:
+            clauses.append({"type": change_type, "pattern": _clause_pattern(change_type, template, sizes)})
     no_change = list(NO_CHANGE_SENTENCES)
     return {"clause_separator": SEPARATOR, "no_change": no_change, "clauses": clauses, "inverse": INVERSE}
 
 
-def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
-    was = _thing(sizes)  # the object before; its name contains the old value if no other word does
+def _clause_pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
+    """Return the regular expression that matches the clauses of a template. `grammar` describes its groups."""
+    new_thing = _thing_pattern(sizes)
+    old_thing = new_thing
     if "{old_" not in template and change_type in ("size", "color"):
-        was = _thing(sizes, change_type)
+        # Only the name of the object contains the old value
+        old_thing = _thing_pattern(sizes, change_type)
     elif change_type == "substitution":
-        was = f"(?P<before>{was})"
-    words = {
-        "{object}": f"(?P<object>{was})",
-        "{new}": f"(?P<{'object' if change_type == 'addition' else 'after'}>{_thing(sizes)})",
-        "{place}": f"(?P<place>{'|'.join(sorted(PLACES, key=len, reverse=True))})",
-        "{camera}": f"(?P<place>(?P<after>{'|'.join(CAMERA.values())}))",
-        "{lamp}": f"(?P<place>(?P<after>{'|'.join(LAMP.values())}))",
-        "{arms}": f"(?P<after>{'|'.join(ARMS.values())})",
+        old_thing = f"(?P<before>{old_thing})"
+    slot_patterns = {
+        "object": f"(?P<object>{old_thing})",
+        "new": f"(?P<{'object' if change_type == 'addition' else 'after'}>{new_thing})",
+        "place": f"(?P<place>{'|'.join(sorted(PLACE_NAMES, key=len, reverse=True))})",
+        "camera": f"(?P<place>(?P<after>{'|'.join(CAMERA.values())}))",
+        "lamp": f"(?P<place>(?P<after>{'|'.join(LAMP.values())}))",
+        "arms": f"(?P<after>{'|'.join(ARMS.values())})",
     }
-    values = {"size": sizes, "color": COLORS, "direction": STATES["arrow"], "glyph": STATES["sign"]}
-    values |= {"count": NUMBERS[2:]}
-    for slot, known in values.items():
-        words |= {f"{{{slot}}}": f"(?P<after>{'|'.join(known)})", f"{{old_{slot}}}": f"(?P<before>{'|'.join(known)})"}
-    pattern = re.sub(r"\{\w+\}", lambda slot: words[slot[0]], template)
+    values = {
+        "size": sizes,
+        "color": COLORS,
+        "direction": STATES["arrow"],
+        "glyph": STATES["sign"],
+        "count": NUMBERS[2:],
+    }
+    for slot, words in values.items():
+        slot_patterns[slot] = f"(?P<after>{'|'.join(words)})"
+        slot_patterns[f"old_{slot}"] = f"(?P<before>{'|'.join(words)})"
+    pattern = re.sub(r"\{(\w+)\}", lambda match: slot_patterns[match[1]], template)
+    # The object of a change of the view or the light is the word "camera" or "lamp", which is no slot
     return re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
 
 
-def _thing(sizes: tuple[str, ...], before: str = "") -> str:
+def _thing_pattern(sizes: tuple[str, ...], before: str = "") -> str:
     """Return a pattern for an object's size, colour and kind.
 
     Args:
+        sizes: names of the sizes that objects have.
         before: the part of the name that becomes the group `before`; empty if there is no such group.
     """
-    parts = {"size": sizes, "color": COLORS, "kind": KINDS}
-    return " ".join(f"({'?P<before>' if part == before else '?:'}{'|'.join(known)})" for part, known in parts.items())
+    words_of_part = {"size": sizes, "color": COLORS, "kind": KINDS}
+    patterns = []
+    for part, words in words_of_part.items():
+        group = "?P<before>" if part == before else "?:"
+        patterns.append(f"({group}{'|'.join(words)})")
+    return " ".join(patterns)
 
 
 def describe_scene(scene: Scene) -> str:
     """Describe a scene object by object in reading order. The base model learns these descriptions of single images."""
-    return ", ".join(f"{PLACES[cell]} {text}" for cell, text in describe_things(scene))
+    return ", ".join(f"{PLACE_NAMES[cell]} {text}" for cell, text in describe_things(scene))
 
 
 def describe_things(scene: Scene) -> list[tuple[int, str]]:
     """Return the place and description of each object and mark in reading order, within a place from left to right."""
-    told = []
-    for thing in scene.things:
-        state = STATE[thing.kind].format(_number(thing.state) or thing.state) if thing.kind in STATE else ""
-        told.append((thing.cell, thing.center[0], f"a {name(thing)}{' waving' if thing.state == 'waving' else state}"))
-    told += [(mark.cell, mark.center[0], "a mark") for mark in scene.marks]
-    return [(cell, text) for cell, _, text in sorted(told)]
+    # The cell, the position from left to right, and the description
+    descriptions = [(thing.cell, thing.center[0], _describe_thing(thing)) for thing in scene.things]
+    descriptions += [(mark.cell, mark.center[0], "a mark") for mark in scene.marks]
+    return [(cell, text) for cell, _, text in sorted(descriptions)]
+
+
+def _describe_thing(thing: Thing) -> str:
+    """Describe an object and its state: "a small red arrow pointing up"."""
+    state = ""
+    if thing.state == "waving":
+        state = " waving"
+    elif thing.kind in STATE_DESCRIPTIONS:
+        state = STATE_DESCRIPTIONS[thing.kind].format(_number_word(thing.state) or thing.state)
+    return f"a {name_thing(thing)}{state}"
 
 
 def describe_cells(scene: Scene) -> dict[int, str]:
     """Return a description of the objects at each place, in reading order. Empty places are left out."""
-    places: dict[int, str] = {}
+    texts_of_cell: dict[int, list[str]] = {}
     for cell, text in describe_things(scene):
-        places[cell] = f"{places[cell]} and {text}" if cell in places else text
-    return places
+        texts_of_cell.setdefault(cell, []).append(text)
+    return {cell: " and ".join(texts) for cell, texts in texts_of_cell.items()}

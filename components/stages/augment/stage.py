@@ -65,7 +65,7 @@ from m3diff.records.schemas import NO_CHANGE, SPLITS, Split
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.minichange import DrawnEditor
 from m3diff.stages.augment.params import MANIFEST, AnySyntheticDataset, CoupledSamples, Edits, Neighbours, RawSource
-from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest
+from m3diff.stages.augment.weights import Features, Pix2PixEditor, find_nearest
 from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
 
 IMAGES = "images"
@@ -166,23 +166,24 @@ def read_originals(
             images have none.
     """
     read_single_images = DATASETS[source.reader].singles
-    rows = list(read_single_images(source.root)) if read_single_images else []
-    captions = {image_path(source, row.before): _first_text(row.references) for row in rows}
-    if use == "instruction" or not rows:
-        rows = list(_rows(source, unpack_to))
+    single_rows = list(read_single_images(source.root)) if read_single_images else []
+    caption_of_image = {image_path(source, row.before): _first_text(row.references) for row in single_rows}
+    rows = single_rows
+    if use == "instruction" or not single_rows:
+        rows = list(_read_rows(source, unpack_to))
     if use == "caption" and not any(row.fault or row.before == row.after for row in rows):
         raise DataError("augment.no_captions_of_images", path=source.root)
-    usable_rows = [(row, image_path(source, row.before)) for row in _usable_rows(rows, source, result, use)]
-    paths = pl.Series([str(image) for _, image in usable_rows if image], dtype=pl.String)
-    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
-    checks = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
+    rows_with_image = [(row, image_path(source, row.before)) for row in _usable_rows(rows, source, result, use)]
+    paths = pl.Series([str(image) for _, image in rows_with_image if image], dtype=pl.String)
+    verdicts = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
+    check_of_image = {Path(path): (verdict, digest) for path, verdict, digest in verdicts.iter_rows()}
     originals = []
-    for row, image in usable_rows:
+    for row, image in rows_with_image:
         if image is None:
             fault = Fault("augment.image_outside_source", path=source.root, value=describe(row.before))
             result.reject("image cannot be read", f"{row.source}: {fault}")
             continue
-        verdict, digest = checks[image]
+        verdict, digest = check_of_image[image]
         if verdict != OK:
             result.reject("image cannot be read", f"{row.source}: {image}: {verdict}")
             continue
@@ -194,7 +195,7 @@ def read_originals(
             digest=digest.hex(),
             text=_first_text(row.references),
             change_types=row.change_types,
-            caption=captions.get(image),
+            caption=caption_of_image.get(image),
         )
         originals.append(original)
     return originals
@@ -202,19 +203,16 @@ def read_originals(
 
 def _usable_rows(rows: Sequence[Row], source: RawSource, result: AugmentResult, use: str) -> Iterator[Row]:
     """Yield the rows from which pairs can be made, and count all other rows in the source's splits as rejected."""
-    highest_split: dict[str, int] = {}  # by scene
-    for row in rows:
-        if row.split in SPLITS and isinstance(row.scene, str):
-            highest_split[row.scene] = max(SPLITS.index(row.split), highest_split.get(row.scene, 0))
+    highest_splits = _highest_split_by_scene(rows)
     for row in rows:
         if row.split in SPLITS and row.split not in source.splits:
             continue
         fault = row.fault or _type_fault(row)
         if fault:
             result.reject("row cannot be read", f"{row.source}: {fault}")
-        elif SPLITS.index(row.split) < highest_split[row.scene]:
-            split = SPLITS[highest_split[row.scene]]
-            result.reject("scene is in a higher split", f"{row.source}: {row.scene} is in {split}")
+        elif row.split != highest_splits[row.scene]:
+            example = f"{row.source}: {row.scene} is in {highest_splits[row.scene]}"
+            result.reject("scene is in a higher split", example)
         elif use == "caption" and row.before != row.after:
             result.reject("is a pair of two images", row.source)
         elif use == "instruction" and row.change_types == [NO_CHANGE]:
@@ -223,6 +221,18 @@ def _usable_rows(rows: Sequence[Row], source: RawSource, result: AugmentResult, 
             result.reject(f"no {use}", row.source)
         else:
             yield row
+
+
+def _highest_split_by_scene(rows: Sequence[Row]) -> dict[str, Split]:
+    """Return the highest split of each scene: test, then val, then train. Rows with an unknown split do not count."""
+    highest_splits: dict[str, Split] = {}
+    for row in rows:
+        if row.split not in SPLITS or not isinstance(row.scene, str):
+            continue
+        highest_split = highest_splits.setdefault(row.scene, row.split)
+        if SPLITS.index(row.split) > SPLITS.index(highest_split):
+            highest_splits[row.scene] = row.split
+    return highest_splits
 
 
 def _type_fault(row: Row) -> Fault | None:
@@ -238,27 +248,33 @@ def _type_fault(row: Row) -> Fault | None:
 def read_source_pairs(source: RawSource, unpack_to: Path) -> set[frozenset[Path | None]]:
     """Return the existing pairs in the source, each as the set of its two image paths."""
     pairs = set()
-    for row in _rows(source, unpack_to):
-        pairs.add(frozenset((image_path(source, row.before), image_path(source, row.after))))
+    for row in _read_rows(source, unpack_to):
+        paths = (image_path(source, row.before), image_path(source, row.after))
+        pairs.add(frozenset(paths))
     return pairs
 
 
-def _rows(source: RawSource, unpack_to: Path) -> Iterator[Row]:
+def _read_rows(source: RawSource, unpack_to: Path) -> Iterator[Row]:
     """Read the captioned rows of the source. Extract images inside a Parquet file to `unpack_to`."""
     if not source.root.is_dir():
         raise DataError("augment.no_source_folder", path=source.root)
     rows = DATASETS[source.reader].read(source.root, **source.options)
-    captioned_rows = (Row._make(map(_without_surrogates, row)) for row in rows if not row.without_caption)
+    captioned_rows = (_make_writable(row) for row in rows if not row.without_caption)
     return unpack_images(captioned_rows, unpack_to)
 
 
-def _without_surrogates(value: Any) -> Any:
-    """Return the value with lone surrogates in its texts replaced by question marks.
+def _make_writable(row: Row) -> Row:
+    """Replace lone surrogates in the texts of a row by question marks.
 
     Lone surrogates result from truncated JSON escapes ("\\ud83d") and cannot be written to a file.
     """
+    return Row._make(map(_replace_surrogates_in_texts, row))
+
+
+def _replace_surrogates_in_texts(value: Any) -> Any:
+    """Replace lone surrogates in a text, or in all texts of a list. Return other values as they are."""
     if isinstance(value, list):
-        return [_without_surrogates(item) for item in value]
+        return [_replace_surrogates_in_texts(item) for item in value]
     return replace_surrogates(value) if isinstance(value, str) else value
 
 
@@ -301,52 +317,65 @@ def make_edits(
         edits_folder: folder that caches the edits of this editor. Edits from earlier runs are reused.
     """
     result.models = {"editor": editor.identity, "writer": writer.identity}
-    texts = [[original.text] for original in originals]
-    for split, count in cfg.paraphrases.items():
-        numbers = [number for number, original in enumerate(originals) if original.split == split] if count else []
-        facts = [_facts_for_paraphrase(originals[number]) for number in numbers]
-        for number, written in zip(numbers, writer.write("paraphrase", facts, count), strict=True):
-            texts[number] += written.texts
-            result.dropped_texts += written.dropped
-    for number, original in progress(enumerate(originals), "augment: edits", len(originals), "original"):
-        if len(texts[number]) <= cfg.paraphrases.get(original.split, 0):
+    texts_of_originals = _write_paraphrases(cfg, originals, result, writer)
+    originals_with_texts = zip(originals, texts_of_originals, strict=True)
+    for original, texts in progress(originals_with_texts, "augment: edits", len(originals), "original"):
+        paraphrase_count = len(texts) - 1
+        if paraphrase_count < cfg.paraphrases.get(original.split, 0):
             result.rejected["too few paraphrases"] += cfg.edits
         else:
-            _edit(cfg, original, texts[number], result, editor, edits_folder)
+            _edit_original(cfg, original, texts, result, editor, edits_folder)
+
+
+def _write_paraphrases(cfg: Edits, originals: list[Original], result: AugmentResult, writer: Writer) -> list[list[str]]:
+    """Return the instruction of each original, followed by its paraphrases. Dropped texts are counted in the result."""
+    texts = [[original.text] for original in originals]
+    for split, count in cfg.paraphrases.items():
+        numbers = []
+        if count:
+            numbers = [number for number, original in enumerate(originals) if original.split == split]
+        facts = [_facts_for_paraphrase(originals[number]) for number in numbers]
+        paraphrases = writer.write("paraphrase", facts, count)
+        for number, output in zip(numbers, paraphrases, strict=True):
+            texts[number] += output.texts
+            result.dropped_texts += output.dropped_texts
+    return texts
 
 
 def _facts_for_paraphrase(original: Original) -> dict[str, str]:
+    """Return the facts for a writer: the instruction, and the caption of the image if it is known."""
     facts = {"text": original.text}
     if original.caption:
         facts["first"] = original.caption
     return facts
 
 
-def _edit(
+def _edit_original(
     cfg: Edits, original: Original, texts: list[str], result: AugmentResult, editor: Editor, edits_folder: Path
 ) -> None:
     """Make the edited pairs for one original and add them to the result.
 
     The name of an edit's file is a hash of the original's content, the instruction and the seed.
     """
-    known_pixels = {_digest_of_pixels(original.image)}
+    pixel_digests = {_digest_of_pixels(original.image)}
     for number in range(cfg.edits):
         seed = seed_of(cfg.seed, original.name, number)
-        facts = f"{original.digest}\0{original.text}\0{seed}"
-        file = edits_folder / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.png"
+        edit_facts = f"{original.digest}\0{original.text}\0{seed}"
+        file_key = hashlib.sha256(edit_facts.encode()).hexdigest()[:32]
+        file = edits_folder / f"{file_key}.png"
         if not file.exists():
-            edited = editor.edit(original.image, original.text, seed)
-            if edited is None:
+            edited_image = editor.edit(original.image, original.text, seed)
+            if edited_image is None:
                 result.rejected["cannot be carried out"] += 1
                 continue
             png = io.BytesIO()
-            edited.save(png, "PNG", compress_level=4)
+            edited_image.save(png, "PNG", compress_level=4)
             write_atomic(file, png.getvalue())
-        pixels = _digest_of_pixels(file)
-        if pixels in known_pixels:
+        pixel_digest = _digest_of_pixels(file)
+        if pixel_digest in pixel_digests:
             result.rejected["shows what another shows"] += 1
             continue
-        known_pixels.add(pixels)
+        pixel_digests.add(pixel_digest)
         pair = Pair(
             id=f"{original.name}-{number}",
             split=original.split,
@@ -361,12 +390,13 @@ def _edit(
 
 
 def _digest_of_pixels(image: Path) -> bytes:
+    """Return the SHA-256 of an image's pixels in RGB. Files with equal pixels may differ in their bytes."""
     return hashlib.sha256(load_image(image).tobytes()).digest()
 
 
 def make_neighbours(
     cfg: Neighbours,
-    captioned: list[Original],
+    originals: list[Original],
     source_pairs: set[frozenset],
     result: AugmentResult,
     features: Features,
@@ -376,30 +406,30 @@ def make_neighbours(
 
     Args:
         cfg: settings of the dataset.
-        captioned: images with captions.
+        originals: images with captions.
         source_pairs: image paths of the existing pairs in the source.
         result: collects the pairs and counts.
         features: computes the image features that are compared.
         writer: describes the difference between two images from their captions.
     """
     result.models = {"features": features.identity, "writer": writer.identity}
-    neighbours: list[NeighbourPair] = []
+    neighbour_pairs: list[NeighbourPair] = []
     for split in SPLITS:
-        images = [original for original in captioned if original.split == split]
+        images = [original for original in originals if original.split == split]
         if len(images) == 1:
             result.rejected["alone in its split"] += 1
         elif images:
-            neighbours += _find_neighbours(cfg, images, source_pairs, result, features)
-    facts = [{"first": pair.query.text, "second": pair.neighbour.text} for pair in neighbours]
-    texts = writer.write("difference", facts, cfg.references)
-    for neighbour_pair, written in zip(neighbours, texts, strict=True):
-        result.dropped_texts += written.dropped
-        if len(written.texts) < cfg.references:
+            neighbour_pairs += _find_neighbours(cfg, images, source_pairs, result, features)
+    facts = [{"first": pair.query.text, "second": pair.neighbour.text} for pair in neighbour_pairs]
+    captions = writer.write("difference", facts, cfg.references)
+    for neighbour_pair, output in zip(neighbour_pairs, captions, strict=True):
+        result.dropped_texts += output.dropped_texts
+        if len(output.texts) < cfg.references:
             result.rejected["too few captions"] += 1
             continue
         query = neighbour_pair.query
         neighbour = neighbour_pair.neighbour
-        # a pair of images from two different scenes forms a new scene
+        # A pair of images from two different scenes forms a new scene
         scene = query.scene if query.scene == neighbour.scene else f"{query.scene}+{neighbour.scene}"
         pair = Pair(
             id=f"{query.name}+{neighbour.name}",
@@ -407,7 +437,7 @@ def make_neighbours(
             scene=scene,
             before=query.image,
             after=neighbour.image,
-            captions=list(written.texts),
+            captions=list(output.texts),
             change_types=[],
             made={"cosine": round(neighbour_pair.cosine, 4)},
         )
@@ -427,12 +457,13 @@ def _find_neighbours(
 ) -> list[NeighbourPair]:
     """Return the distinct pairs of similar images in one split. Unsuitable candidates are counted as rejected."""
     pairs: dict[frozenset, NeighbourPair] = {}
-    all_cosines, all_numbers = nearest(features.features([original.image for original in images]), cfg.candidates)
+    feature_matrix = features.features([original.image for original in images])
+    all_cosines, all_numbers = find_nearest(feature_matrix, cfg.candidates)
     for query, cosines, numbers in zip(images, all_cosines.tolist(), all_numbers.tolist(), strict=True):
         for cosine, number in zip(cosines, numbers, strict=True):
             neighbour = images[number]
             paths = frozenset((query.image, neighbour.image))
-            reason = _reason_against(cfg, query, neighbour, cosine)
+            reason = _rejection_reason(cfg, query, neighbour, cosine)
             if reason is not None:
                 result.rejected[reason] += 1
             elif paths in source_pairs:
@@ -444,12 +475,12 @@ def _find_neighbours(
     return list(pairs.values())
 
 
-def _reason_against(cfg: Neighbours, query: Original, neighbour: Original, cosine: float) -> str | None:
+def _rejection_reason(cfg: Neighbours, query: Original, neighbour: Original, cosine: float) -> str | None:
     """Return the reason why two images are not suitable as a pair, or None if they are suitable."""
-    low, high = cfg.band
-    if cosine > high:
+    min_cosine, max_cosine = cfg.band
+    if cosine > max_cosine:
         return "too alike"
-    if not cosine >= low:  # also true if the cosine is NaN
+    if not cosine >= min_cosine:  # also true if the cosine is NaN
         return "too unlike"
     if query.digest == neighbour.digest:
         return "same image"
@@ -458,21 +489,23 @@ def _reason_against(cfg: Neighbours, query: Original, neighbour: Original, cosin
     return None
 
 
-def _text_similarity(first: str, second: str) -> float:
+def _text_similarity(text: str, other_text: str) -> float:
     """Return the share of words that two texts have in common (Jaccard index of multisets of words)."""
-    first_words = Counter(re.findall(r"\w+", first.lower()))
-    second_words = Counter(re.findall(r"\w+", second.lower()))
-    return (first_words & second_words).total() / max(1, (first_words | second_words).total())
+    words = Counter(re.findall(r"\w+", text.lower()))
+    other_words = Counter(re.findall(r"\w+", other_text.lower()))
+    common_words = words & other_words
+    distinct_words = words | other_words
+    return common_words.total() / max(1, distinct_words.total())
 
 
-def make_coupled_samples(cfg: CoupledSamples, captioned: list[Original], result: AugmentResult) -> None:
+def make_coupled_samples(cfg: CoupledSamples, originals: list[Original], result: AugmentResult) -> None:
     """Make pairs of unrelated images in all splits and add them to the result.
 
-    Two images of the same scene count as rejected. So does an image that is left over because the number of images is
-    odd.
+    Two images of the same scene count as rejected. If the number of images is odd, the last image also counts as
+    rejected.
     """
     for split in SPLITS:
-        images = [original for original in captioned if original.split == split]
+        images = [original for original in originals if original.split == split]
         random.Random(seed_of(cfg.seed, split)).shuffle(images)
         if len(images) % 2:
             result.rejected["no partner is left"] += 1
@@ -549,38 +582,45 @@ def augment(name: str, cfg: AnySyntheticDataset, compute: Compute) -> AugmentRep
         print(f"augment: {name}: made from {notice}", flush=True)
     _refuse_foreign_files(cfg.root)
     compute.scratch.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=compute.scratch, prefix="augment-") as images:
-        result = AugmentResult(pairs_per_row=cfg.edits if isinstance(cfg, Edits) else 1)
-        originals = _make_pairs(cfg, compute, Path(images), result)
-        report = _report(name, cfg.kind, result)
+    pairs_per_row = cfg.edits if isinstance(cfg, Edits) else 1
+    with tempfile.TemporaryDirectory(dir=compute.scratch, prefix="augment-") as unpacked_images:
+        result = AugmentResult(pairs_per_row)
+        originals = _make_pairs(cfg, compute, Path(unpacked_images), result)
+        report = _make_report(name, cfg.kind, result)
         if not result.pairs:
             raise DataError("augment.no_pair", dataset=name, path=cfg.source.root, reasons=list(report.reasons()))
+        digests = {original.image: original.digest for original in originals}
         with new_folder(cfg.root) as folder:
-            _write_dataset(folder, result.pairs, {original.image: original.digest for original in originals})
+            _write_dataset(folder, result.pairs, digests)
     return report.write(Path(f"{cfg.root}.json"))
 
 
-def _make_pairs(cfg: AnySyntheticDataset, compute: Compute, images: Path, result: AugmentResult) -> Sequence[Original]:
+def _make_pairs(
+    cfg: AnySyntheticDataset, compute: Compute, unpack_to: Path, result: AugmentResult
+) -> Sequence[Original]:
     """Make all pairs, add them to the result, and return the original images.
 
-    Images in a Parquet file are extracted to the folder `images`.
+    Images in a Parquet file are extracted to the folder `unpack_to`.
     """
     use: Literal["instruction", "caption"] = "instruction" if isinstance(cfg, Edits) else "caption"
-    originals = read_originals(cfg.source, images, compute.image_cache, result, use)
+    originals = read_originals(cfg.source, unpack_to, compute.image_cache, result, use)
     if isinstance(cfg, CoupledSamples):
         make_coupled_samples(cfg, originals, result)
         return originals
-    answers = compute.scratch / "answers.jsonl"
-    writer: Writer
-    writer = GrammarWriter() if cfg.writer.kind == "grammar" else LanguageModel(cfg.writer, cfg.seed, answers)
-    device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
+    writer: Writer = GrammarWriter()
+    if cfg.writer.kind == "endpoint":
+        writer = LanguageModel(cfg.writer, cfg.seed, compute.scratch / "answers.jsonl")
+    precision: Literal["bf16", "fp32"] = "bf16" if compute.gpu else "fp32"
+    device = Device(gpu=compute.gpu, precision=precision)
     if isinstance(cfg, Edits):
         editor: Editor
         editor = DrawnEditor(cfg.source.root) if cfg.editor.kind == "drawn" else Pix2PixEditor(cfg.editor, device)
-        make_edits(cfg, originals, result, editor, writer, cached_edits_folder(cfg, editor, compute.scratch))
+        edits_folder = cached_edits_folder(cfg, editor, compute.scratch)
+        make_edits(cfg, originals, result, editor, writer, edits_folder)
     else:
-        pairs = read_source_pairs(cfg.source, images)
-        make_neighbours(cfg, originals, pairs, result, Features(cfg.features, device), writer)
+        source_pairs = read_source_pairs(cfg.source, unpack_to)
+        features = Features(cfg.features, device)
+        make_neighbours(cfg, originals, source_pairs, result, features, writer)
     return originals
 
 
@@ -618,23 +658,31 @@ def _write_dataset(folder: Path, pairs: list[Pair], digests: Mapping[Path, str])
     underscores.
     """
     (folder / IMAGES).mkdir(parents=True)
-    names: dict[Path, str] = {}
+    name_of_copy: dict[Path, str] = {}
     lines = []
     for pair in progress(pairs, "augment: write", len(pairs), "pair"):
         for path in (pair.before, pair.after):
-            if path in names:
+            if path in name_of_copy:
                 continue
             suffix = path.suffix.lower() if PLAIN_SUFFIX.fullmatch(path.suffix) else ""
             digest = digests.get(path) or sha256(path)
-            names[path] = f"{IMAGES}/{digest[:32]}{suffix}"
-            shutil.copyfile(path, folder / names[path])
-        row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
+            name_of_copy[path] = f"{IMAGES}/{digest[:32]}{suffix}"
+            shutil.copyfile(path, folder / name_of_copy[path])
+        copies = {"before": name_of_copy[pair.before], "after": name_of_copy[pair.after]}
+        row: dict[str, Any] = pair._asdict() | copies
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_atomic(folder / MANIFEST, "".join(lines))
 
 
-def _report(name: str, kind: str, result: AugmentResult) -> AugmentReport:
-    caption_counts = {split: [len(pair.captions) for pair in result.pairs if pair.split == split] for split in SPLITS}
+def _make_report(name: str, kind: str, result: AugmentResult) -> AugmentReport:
+    """Return the report of a dataset. Splits, reasons and models without an entry are left out."""
+    pairs: dict[str, int] = {}
+    references: dict[str, int] = {}
+    for split in SPLITS:
+        pairs_in_split = [pair for pair in result.pairs if pair.split == split]
+        if pairs_in_split:
+            pairs[split] = len(pairs_in_split)
+            references[split] = sum(len(pair.captions) for pair in pairs_in_split)
     rejected = {reason: count for reason, count in sorted(result.rejected.items()) if count}
     return AugmentReport(
         stage="augment",
@@ -642,8 +690,8 @@ def _report(name: str, kind: str, result: AugmentResult) -> AugmentReport:
         rows_out=len(result.pairs),
         dataset=name,
         kind=kind,
-        pairs={split: len(counts) for split, counts in caption_counts.items() if counts},
-        references={split: sum(counts) for split, counts in caption_counts.items() if counts},
+        pairs=pairs,
+        references=references,
         rejected=rejected,
         dropped_texts=dict(sorted(result.dropped_texts.items())),
         models={role: identity for role, identity in result.models.items() if identity},

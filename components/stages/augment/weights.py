@@ -67,18 +67,20 @@ class Features:
         all_features = np.empty((0, 0), np.float32)
         starts = range(0, len(images), BATCH)
         for start in progress(starts, "augment: features", len(starts), "batch"):
+            batch_images = [load_image(path) for path in images[start : start + BATCH]]
             with torch.inference_mode():
-                batch = embed([load_image(path) for path in images[start : start + BATCH]]).flatten(1).float()
+                batch = embed(batch_images).flatten(1).float()
             if start == 0:
                 all_features = np.empty((len(images), batch.shape[1]), np.float32)
             all_features[start : start + BATCH] = torch.nn.functional.normalize(batch, dim=1).cpu().numpy()
         return all_features
 
 
-def _encoder(folder: str, device: Device) -> Embed:
-    """Return a function that computes patch features with a base model's vision encoder, [images, patches, width].
+def _load_encoder(folder: str, device: Device) -> Embed:
+    """Load a base model and return a function that computes patch features with its vision encoder.
 
-    The features come from the encoder layer that the base model's LLM reads.
+    The function returns [images, patches, width]. The features come from the encoder layer that the base model's LLM
+    reads.
     """
     from transformers import LlavaOnevisionForConditionalGeneration
 
@@ -98,8 +100,8 @@ def _encoder(folder: str, device: Device) -> Embed:
     return embed
 
 
-def _clip(folder: str, device: Device) -> Embed:
-    """Return a function that computes image embeddings with a CLIP or SigLIP model, [images, width]."""
+def _load_clip(folder: str, device: Device) -> Embed:
+    """Load a CLIP or SigLIP model and return a function that computes image embeddings, [images, width]."""
     from transformers import AutoImageProcessor, AutoModelForZeroShotImageClassification
 
     processor: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -117,10 +119,10 @@ def _clip(folder: str, device: Device) -> Embed:
 
 
 # Kind of features -> function that loads a model from a folder to a device, and returns a function that embeds images
-EMBEDDERS = {"encoder": _encoder, "clip": _clip}
+EMBEDDERS = {"encoder": _load_encoder, "clip": _load_clip}
 
 
-def nearest(features: FeatureMatrix, count: int) -> tuple[FeatureMatrix, NDArray[np.int64]]:
+def find_nearest(features: FeatureMatrix, count: int) -> tuple[FeatureMatrix, NDArray[np.int64]]:
     """For each row, find the most similar other rows. Return their cosine similarities and row numbers.
 
     Both arrays are [rows, count], or [rows, rows - 1] if there are fewer rows. The most similar row comes first. Equal
@@ -129,22 +131,22 @@ def nearest(features: FeatureMatrix, count: int) -> tuple[FeatureMatrix, NDArray
     count = min(count, len(features) - 1)
     if count < 1:
         return np.empty((len(features), 0), np.float32), np.empty((len(features), 0), np.int64)
-    similarities = []
-    numbers = []
+    all_similarities = []
+    all_numbers = []
     block_rows = min(MAX_BLOCK_ROWS, max(1, MAX_BLOCK_CELLS // len(features)))
     for start in range(0, len(features), block_rows):
         block = features[start : start + block_rows]
-        # negate while multiplying, because argpartition finds the smallest values and another copy would double the
-        # memory
-        negative = -block @ features.T
+        # The block is negated before the product, because argpartition finds the smallest values, and a negated copy of
+        # the product would double the memory
+        distances = -block @ features.T
         rows = np.arange(len(block))
-        negative[rows, rows + start] = np.inf  # exclude the row itself
-        best = np.argpartition(negative, count - 1, axis=1)[:, :count]
-        best_values = np.take_along_axis(negative, best, axis=1)
-        order = np.lexsort((best, best_values), axis=1)
-        similarities.append(-np.take_along_axis(best_values, order, axis=1))
-        numbers.append(np.take_along_axis(best, order, axis=1))
-    return np.concatenate(similarities), np.concatenate(numbers)
+        distances[rows, rows + start] = np.inf  # exclude the row itself
+        nearest_numbers = np.argpartition(distances, count - 1, axis=1)[:, :count]
+        nearest_distances = np.take_along_axis(distances, nearest_numbers, axis=1)
+        order = np.lexsort((nearest_numbers, nearest_distances), axis=1)
+        all_similarities.append(-np.take_along_axis(nearest_distances, order, axis=1))
+        all_numbers.append(np.take_along_axis(nearest_numbers, order, axis=1))
+    return np.concatenate(all_similarities), np.concatenate(all_numbers)
 
 
 class Pix2PixEditor:
@@ -160,15 +162,17 @@ class Pix2PixEditor:
         import torch
 
         original = load_image(image)
+        size = size_for_editor(original.size, self.cfg.image_px)
         output = self.pipeline(
             instruction,
-            image=original.resize(size_for_editor(original.size, self.cfg.image_px), Image.Resampling.LANCZOS),
+            image=original.resize(size, Image.Resampling.LANCZOS),
             num_inference_steps=self.cfg.steps,
             guidance_scale=self.cfg.guidance,
             image_guidance_scale=self.cfg.image_guidance,
             generator=torch.Generator("cpu").manual_seed(seed),  # gives the same random numbers on every device
         )
-        return output.images[0].convert("RGB").resize(original.size, Image.Resampling.BICUBIC)
+        edited_image = output.images[0].convert("RGB")
+        return edited_image.resize(original.size, Image.Resampling.BICUBIC)
 
     @cached_property
     def pipeline(self) -> Any:
@@ -193,5 +197,5 @@ class Pix2PixEditor:
 def size_for_editor(size: tuple[int, int], longest_px: int) -> tuple[int, int]:
     """Return a width and height whose longer side is about `longest_px`, rounded to multiples of SIDE_MULTIPLE_PX."""
     scale = longest_px / max(size)
-    width, height = (max(1, round(side * scale / SIDE_MULTIPLE_PX)) * SIDE_MULTIPLE_PX for side in size)
-    return width, height
+    multiples = [max(1, round(side * scale / SIDE_MULTIPLE_PX)) for side in size]
+    return multiples[0] * SIDE_MULTIPLE_PX, multiples[1] * SIDE_MULTIPLE_PX

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 from m3diff.endpoint.answers import EndpointAnswer
 from m3diff.endpoint.client import REUSE_OPTION, Endpoint
 from m3diff.endpoint.questions import EndpointQuestion, replace_surrogates
-from m3diff.stages.augment.minichange import difference, paraphrase
+from m3diff.stages.augment.minichange import describe_difference, paraphrase
 from m3diff.stages.augment.params import EndpointWriterSettings
 
 # paraphrase: reword the instruction `text`, as in Syned. `first` may be a caption of the before image.
@@ -46,11 +46,11 @@ PROMPTS: dict[WriterTask, str] = {
 NUMBERED = re.compile(r"^\s*(?:\d+[.)]|[-*])\s+(.+?)\s*$", re.MULTILINE)
 
 
-class Written(NamedTuple):
+class WriterOutput(NamedTuple):
     """A writer's texts for one set of facts, without repetitions, and the number of dropped texts by reason."""
 
     texts: tuple[str, ...]
-    dropped: Counter[str]
+    dropped_texts: Counter[str]
 
 
 class GrammarWriter:
@@ -58,13 +58,13 @@ class GrammarWriter:
 
     identity = ""  # the texts depend only on the parameters
 
-    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[Written]:
+    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[WriterOutput]:
         """Return at most `count` texts per set of facts."""
         if task == "paraphrase":
             all_texts = [paraphrase(entry["text"], entry.get("first")) for entry in facts]
         else:
-            all_texts = [difference(entry["first"], entry["second"], count) for entry in facts]
-        return [Written(texts=tuple(texts[:count]), dropped=Counter()) for texts in all_texts]
+            all_texts = [describe_difference(entry["first"], entry["second"], count) for entry in facts]
+        return [WriterOutput(texts=tuple(texts[:count]), dropped_texts=Counter()) for texts in all_texts]
 
 
 class LanguageModel:
@@ -84,7 +84,7 @@ class LanguageModel:
         self.seed = seed
         self.identity = cfg.model
 
-    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[Written]:
+    def write(self, task: WriterTask, facts: Sequence[Facts], count: int) -> list[WriterOutput]:
         """Return at most `count` texts per set of facts.
 
         Raises:
@@ -93,11 +93,13 @@ class LanguageModel:
                 with them.
             ConnectionError: the endpoint cannot be reached or does not answer in time.
         """
-        prompts = [PROMPTS[task].format_map({**entry, "n": count}) for entry in facts]
-        questions = [EndpointQuestion(prompt, system=SYSTEM_PROMPTS[task], seed=self.seed) for prompt in prompts]
+        questions = []
+        for entry in facts:
+            prompt = PROMPTS[task].format_map({**entry, "n": count})
+            questions.append(EndpointQuestion(prompt, system=SYSTEM_PROMPTS[task], seed=self.seed))
         answers = self.endpoint.ask(questions, "augment: writer")
         return [
-            usable_texts(answer, count, original=entry.get("text", ""))
+            select_texts(answer, count, original=entry.get("text", ""))
             for answer, entry in zip(answers, facts, strict=True)
         ]
 
@@ -105,8 +107,8 @@ class LanguageModel:
 Writer = GrammarWriter | LanguageModel
 
 
-def usable_texts(answer: EndpointAnswer, count: int, original: str) -> Written:
-    """Return the valid texts in an answer and the number of dropped texts by reason.
+def select_texts(answer: EndpointAnswer, count: int, original: str) -> WriterOutput:
+    """Select the valid texts in an answer, and count the dropped texts by reason.
 
     A text is dropped if it is empty, or if it repeats the original or another text. No texts are taken from an answer
     that is a refusal, is truncated or has an unknown format.
@@ -116,25 +118,25 @@ def usable_texts(answer: EndpointAnswer, count: int, original: str) -> Written:
         count: maximum number of texts to return.
         original: the text to paraphrase, or an empty string if there is none.
     """
-    dropped: Counter[str] = Counter()
+    dropped_texts: Counter[str] = Counter()
     texts = read_texts(answer.text) if answer.kind == "text" else []
     if not texts:
-        dropped["unreadable" if answer.kind == "text" else answer.kind] += 1
+        dropped_texts["unreadable" if answer.kind == "text" else answer.kind] += 1
     valid_texts: dict[str, str] = {}  # keys are the texts in lowercase without punctuation
     for text in texts:
-        words = _words(text)
+        words = _plain_words(text)
         if not words:
-            dropped["empty"] += 1
-        elif words in valid_texts or words == _words(original):
-            dropped["repeated"] += 1
+            dropped_texts["empty"] += 1
+        elif words in valid_texts or words == _plain_words(original):
+            dropped_texts["repeated"] += 1
         elif len(valid_texts) == count:
-            dropped["more than asked for"] += 1
+            dropped_texts["more than asked for"] += 1
         else:
             valid_texts[words] = " ".join(replace_surrogates(text).split())
-    return Written(texts=tuple(valid_texts.values()), dropped=dropped)
+    return WriterOutput(texts=tuple(valid_texts.values()), dropped_texts=dropped_texts)
 
 
-def _words(text: str) -> str:
+def _plain_words(text: str) -> str:
     """Return the text in lowercase and without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
 

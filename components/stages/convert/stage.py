@@ -130,22 +130,14 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         task = source.task or DATASETS[entries[name].reader].task
         if not entries[name].train_on:  # do not train on this dataset, even if its files contain a training split
             source = MixtureSource(weight=0)
-        pairs_of_dataset = pairs.filter(dataset=name)
-        training_pairs = pairs_of_dataset.filter(split="train")
-        evaluation_pairs = pairs_of_dataset.filter(pl.col("split") != "train")
-        training, left_out = training_samples(training_pairs, questions[task], source, cfg)
-        dataset_samples = pl.concat([training, evaluation_samples(evaluation_pairs, questions[task])])
-        pair_ids = {split: dataset_samples.filter(split=split)["pair"] for split in SPLITS}
-        counts[name] = ConvertCounts(
-            pairs={split: ids.n_unique() for split, ids in pair_ids.items()},
-            samples={split: ids.len() for split, ids in pair_ids.items()},
-            left_out=left_out,
-        )
-        samples_by_dataset.append(dataset_samples)
+        samples_of_dataset, omissions = _convert_dataset(pairs.filter(dataset=name), questions[task], source, cfg)
+        counts[name] = _count_samples(samples_of_dataset, omissions)
+        samples_by_dataset.append(samples_of_dataset)
     samples = pl.concat(samples_by_dataset)
     for split in SPLITS:
         _write_shards(samples.filter(split=split), out / split)
     is_paper_mixture = set(PAPER_DATASETS) == set(names)
+    published = {name: published_mixture_counts()[name] for name in names} if is_paper_mixture else {}
     return ConvertReport(
         stage="convert",
         rows_in=records.height,
@@ -153,8 +145,29 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
-        published={name: published_mixture_counts()[name] for name in names} if is_paper_mixture else {},
+        published=published,
     ).write(out / "report.json")
+
+
+def _convert_dataset(
+    pairs: pl.DataFrame, questions: list[str], source: MixtureSource, cfg: Convert
+) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Return all samples of a dataset, the training samples first, and counts of what is left out of training."""
+    training_pairs = pairs.filter(split="train")
+    evaluation_pairs = pairs.filter(pl.col("split") != "train")
+    samples_for_training, omissions = training_samples(training_pairs, questions, source, cfg)
+    samples_for_evaluation = evaluation_samples(evaluation_pairs, questions)
+    return pl.concat([samples_for_training, samples_for_evaluation]), omissions
+
+
+def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
+    """Return the numbers of pairs and samples of a dataset per split."""
+    pair_ids = {split: samples.filter(split=split)["pair"] for split in SPLITS}
+    return ConvertCounts(
+        pairs={split: ids.n_unique() for split, ids in pair_ids.items()},
+        samples={split: ids.len() for split, ids in pair_ids.items()},
+        left_out=omissions,
+    )
 
 
 def _load_records(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:
@@ -214,10 +227,11 @@ def _write_shards(samples: pl.DataFrame, folder: Path) -> None:
     rows = np.argsort(samples["order"].to_numpy(), kind="stable")
     order = samples["order"].gather(rows).to_numpy()
     pair_ends = np.append(np.flatnonzero(order[1:] != order[:-1]) + 1, len(order))
-    wanted_cuts = np.arange(SHARD_SAMPLES, len(order), SHARD_SAMPLES)
-    cuts = pair_ends[np.searchsorted(pair_ends, wanted_cuts)]
-    boundaries = np.unique([0, *cuts, len(order)])
-    # gather one shard at a time, because a sorted copy of all samples would double the memory
+    # Move each cut to the end of the pair that it would split
+    cuts = np.arange(SHARD_SAMPLES, len(order), SHARD_SAMPLES)
+    cuts_between_pairs = pair_ends[np.searchsorted(pair_ends, cuts)]
+    boundaries = np.unique([0, *cuts_between_pairs, len(order)])
+    # Gather one shard at a time, because a sorted copy of all samples would double the memory
     for number, (start, end) in enumerate(pairwise(boundaries)):
         shard = samples.select(SAMPLE_SCHEMA.names)[rows[start:end]].to_arrow().cast(SAMPLE_SCHEMA)
         pq.write_table(shard, folder / f"{number:05d}.parquet", compression="zstd", row_group_size=ROW_GROUP)
@@ -232,10 +246,10 @@ def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFram
         pairs: records with their `row` and `key`.
         questions: questions of the task. Only the first is asked.
     """
-    with_question = pairs.with_columns(
+    pairs_with_question = pairs.with_columns(
         question=pl.lit(questions[0]), order=pl.col("row").cast(pl.UInt64), copy=pl.lit(0)
     )
-    return _samples(_one_row_per_reference(with_question))
+    return _to_samples(_one_row_per_reference(pairs_with_question))
 
 
 def training_samples(
@@ -255,29 +269,35 @@ def training_samples(
         The samples, and counts of what is left out, by reason. The counts cover pairs, and references of sampled pairs.
     """
     sampled_pairs = _sample_pairs(pairs, source, cfg.no_change_share)
-    # all references of a pair get the same question, so that they can share one prompt
+    # All references of a pair get the same question, so that they can share one prompt
     question_numbers = random_bits(sampled_pairs["key"], Draw.QUESTION) % len(questions)
     question = pl.Series(questions, dtype=pl.String).gather(question_numbers)
     references = _one_row_per_reference(sampled_pairs.with_columns(question=question))
-    nonempty = references.filter(pl.col("reference") != "")
-    distinct = nonempty.filter(pl.struct("row", "copy", "reference").is_first_distinct())
-    is_joined = source.samples == "joined"
-    training = _join_references(distinct) if is_joined else _sample_references(distinct, cfg.most_references(source))
-    left_out = {
+    nonempty_references = references.filter(pl.col("reference") != "")
+    is_first_occurrence = pl.struct("row", "copy", "reference").is_first_distinct()
+    distinct_references = nonempty_references.filter(is_first_occurrence)
+    if source.samples == "joined":
+        answers = _join_references(distinct_references)
+        references_over_cap = 0
+    else:
+        answers = _sample_references(distinct_references, cfg.most_references(source))
+        references_over_cap = distinct_references.height - answers.height
+    omissions = {
         "pairs_not_sampled": pairs.height - sampled_pairs["row"].n_unique(),
-        "pairs_without_reference": sampled_pairs["row"].n_unique() - training["row"].n_unique(),
-        "empty_references": references.height - nonempty.height,
-        "repeated_references": nonempty.height - distinct.height,
-        "references_over_cap": 0 if is_joined else distinct.height - training.height,
+        "pairs_without_reference": sampled_pairs["row"].n_unique() - answers["row"].n_unique(),
+        "empty_references": references.height - nonempty_references.height,
+        "repeated_references": nonempty_references.height - distinct_references.height,
+        "references_over_cap": references_over_cap,
     }
-    return _samples(training), left_out
+    return _to_samples(answers), omissions
 
 
 def _join_references(references: pl.DataFrame) -> pl.DataFrame:
     """Return one row per copy of a pair. All references of the pair are joined into one text, as sentences."""
-    joined = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
+    joined_text = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
     other_columns = pl.all().exclude("reference", "row", "copy", "number").first()
-    return references.group_by("row", "copy", maintain_order=True).agg(joined, other_columns, number=pl.lit(0).first())
+    number = pl.lit(0).first()
+    return references.group_by("row", "copy", maintain_order=True).agg(joined_text, other_columns, number=number)
 
 
 def _sample_pairs(pairs: pl.DataFrame, source: MixtureSource, no_change_share: float) -> pl.DataFrame:
@@ -287,23 +307,28 @@ def _sample_pairs(pairs: pl.DataFrame, source: MixtureSource, no_change_share: f
     column `order` contains random numbers. Sorting by `order` shuffles the rows.
     """
     has_no_change = pairs["change_types"].list.contains(NO_CHANGE).to_numpy()
-    is_thinned = has_no_change & (uniform(random_bits(pairs["key"], Draw.NO_CHANGE_PAIR)) >= no_change_share)
+    no_change_draw = uniform(random_bits(pairs["key"], Draw.NO_CHANGE_PAIR))
+    is_left_out = has_no_change & (no_change_draw >= no_change_share)
     full_copies, extra_copy_share = divmod(source.weight, 1)
-    has_extra_copy = uniform(random_bits(pairs["key"], Draw.EXTRA_COPY)) < extra_copy_share
-    copies = pl.Series(np.where(is_thinned, 0, full_copies + has_extra_copy))
+    extra_copy_draw = uniform(random_bits(pairs["key"], Draw.EXTRA_COPY))
+    has_extra_copy = extra_copy_draw < extra_copy_share
+    copies = pl.Series(np.where(is_left_out, 0, full_copies + has_extra_copy))
     rank = random_bits(pairs["key"], Draw.MAX_PAIRS)
     training_pairs = pairs.with_columns(copies=copies, rank=rank).filter(pl.col("copies") > 0)
     if source.max_pairs is not None:
         training_pairs = training_pairs.sort("rank", "id").head(source.max_pairs)
-    repeated = training_pairs.with_columns(copy=pl.int_ranges(pl.col("copies").cast(pl.Int64))).explode("copy")
-    order = random_bits(random_bits(repeated["key"], Draw.ORDER), repeated["copy"])
-    return repeated.with_columns(order=order)
+    copy_numbers = pl.int_ranges(pl.col("copies").cast(pl.Int64))
+    pair_copies = training_pairs.with_columns(copy=copy_numbers).explode("copy")
+    order = random_bits(random_bits(pair_copies["key"], Draw.ORDER), pair_copies["copy"])
+    return pair_copies.with_columns(order=order)
 
 
 def _one_row_per_reference(pairs: pl.DataFrame) -> pl.DataFrame:
     """Return one row per reference of each pair. The column `number` counts the references of a pair from 0."""
-    numbered = pairs.with_columns(number=pl.int_ranges(pl.col("references").list.len().cast(pl.Int64)))
-    return numbered.explode("references", "number").rename({"references": "reference"})
+    reference_numbers = pl.int_ranges(pl.col("references").list.len().cast(pl.Int64))
+    return (
+        pairs.with_columns(number=reference_numbers).explode("references", "number").rename({"references": "reference"})
+    )
 
 
 def _sample_references(references: pl.DataFrame, limit: int | None) -> pl.DataFrame:
@@ -316,7 +341,7 @@ def _sample_references(references: pl.DataFrame, limit: int | None) -> pl.DataFr
     return references.with_columns(bits=bits).filter(rank <= limit).drop("bits")
 
 
-def _samples(references: pl.DataFrame) -> pl.DataFrame:
+def _to_samples(references: pl.DataFrame) -> pl.DataFrame:
     """Convert references to samples with the columns in COLUMNS. The samples of a pair are consecutive.
 
     If a pair is used several times, the ids of the second copy end in `x1`, those of the third in `x2`, and so on.
@@ -350,10 +375,11 @@ def random_bits(keys: pl.Series, number: pl.Series | int) -> pl.Series:
         number: a single number for all keys, or a series with one number per key.
     """
     with np.errstate(over="ignore"):
-        z = keys.to_numpy() + (np.asarray(number, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return pl.Series(z ^ (z >> np.uint64(31)), dtype=pl.UInt64)
+        numbers = np.asarray(number, dtype=np.uint64) + np.uint64(1)
+        bits = keys.to_numpy() + numbers * np.uint64(0x9E3779B97F4A7C15)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return pl.Series(bits ^ (bits >> np.uint64(31)), dtype=pl.UInt64)
 
 
 def uniform(bits: pl.Series) -> NDArray[np.float64]:
@@ -370,19 +396,19 @@ def published_mixture_counts() -> dict[str, dict[str, tuple[int, int | None]]]:
         CLEVR-Change. The number per split is then estimated from the share of pairs and rounded to the nearest ten. If
         a paper does not count references at all, as for CLEVR-DC, the number is None.
     """
-    published = {}
-    totals = {}
+    published_counts = {}
+    total_references = {}
     for spec in DATASETS.values():
         for part in spec.published:
-            published[part.part] = part
-            totals[part.part] = spec.references
+            published_counts[part.part] = part
+            total_references[part.part] = spec.references
     counts: dict[str, dict[str, tuple[int, int | None]]] = {}
     for name in PAPER_DATASETS:
-        part = published[name]
+        part = published_counts[name]
         total_pairs = sum(part.pairs().values())
         counts[name] = {
-            "train": _count_references([part.train], totals[name], total_pairs),
-            "train_val": _count_references([part.train, part.val], totals[name], total_pairs),
+            "train": _count_references([part.train], total_references[name], total_pairs),
+            "train_val": _count_references([part.train, part.val], total_references[name], total_pairs),
         }
     return counts
 

@@ -47,20 +47,22 @@ def find_odd_captions(rows: Sequence[Row]) -> list[OddCaptions]:
         row_of_text += [row] * len(row.references)
 
     # One search over all captions finds the suspects. Matching every pattern with every caption takes ten times as long
-    suspects = _as_series(texts).str.contains(SUSPECT).arg_true().to_list()
-    kind_of_text = {text: mark_of(text) for text in {texts[index] for index in suspects}}
+    suspect_indices = _as_series(texts).str.contains(SUSPECT).arg_true().to_list()
+    suspect_texts = {texts[index] for index in suspect_indices}
+    kind_of_text = {text: mark_of(text) for text in suspect_texts}
     captions_of_kind: dict[str, list[tuple[Row, str]]] = {}
-    for index in suspects:
+    for index in suspect_indices:
         kind = kind_of_text[texts[index]]
         if kind:
             captions_of_kind.setdefault(kind, []).append((row_of_text[index], texts[index]))
 
-    odd_captions = [
-        _count(kind, captions_of_kind[kind], total=len(texts)) for kind in ODD_KINDS if kind in captions_of_kind
-    ]
-    repeated = _find_repeated_caption(rows_with_captions)
-    if repeated is not None:
-        odd_captions.append(repeated)
+    odd_captions = []
+    for kind in ODD_KINDS:
+        if kind in captions_of_kind:
+            odd_captions.append(_count_kind(kind, captions_of_kind[kind], total=len(texts)))
+    repeated_captions = _find_repeated_caption(rows_with_captions)
+    if repeated_captions is not None:
+        odd_captions.append(repeated_captions)
     return odd_captions
 
 
@@ -73,11 +75,11 @@ def _as_series(texts: Sequence[Any]) -> pl.Series:
         return pl.Series(texts, dtype=pl.String)
     except (TypeError, UnicodeEncodeError):
         # Polars rejects a text with a lone surrogate, so the surrogate becomes "?"
-        usable = [text.encode("utf-8", "replace").decode() if isinstance(text, str) else None for text in texts]
-        return pl.Series(usable, dtype=pl.String)
+        valid_texts = [text.encode("utf-8", "replace").decode() if isinstance(text, str) else None for text in texts]
+        return pl.Series(valid_texts, dtype=pl.String)
 
 
-def _count(kind: str, captions: Sequence[tuple[Row, str]], total: int) -> OddCaptions:
+def _count_kind(kind: str, captions: Sequence[tuple[Row, str]], total: int) -> OddCaptions:
     """Count the captions of one kind and choose an example, from a test split if possible.
 
     Args:
@@ -102,22 +104,24 @@ def _find_repeated_caption(rows: Sequence[Row]) -> OddCaptions | None:
 
     Captions that say that nothing changed are ignored, because they may repeat.
     """
-    changed = [row for row in rows if NO_CHANGE not in row.change_types]
-    if len(changed) < MIN_PAIRS:
+    changed_pairs = [row for row in rows if NO_CHANGE not in row.change_types]
+    if len(changed_pairs) < MIN_PAIRS:
         return None
     pairs_by_spelling = Counter[str]()
-    for row in changed:
+    for row in changed_pairs:
         pairs_by_spelling.update(_distinct_texts(row.references))
     pairs_by_text = _merge_spellings(pairs_by_spelling)
     mean = pairs_by_text.total() / len(pairs_by_text) if pairs_by_text else 0.0
     for text, pairs in pairs_by_text.most_common(10):
-        if pairs < MIN_REPEATS or pairs < MIN_REPEATED_SHARE * len(changed):
+        if pairs < MIN_REPEATS or pairs < MIN_REPEATED_SHARE * len(changed_pairs):
             return None
-        is_repeated = pairs >= DOMINANT_SHARE * len(changed) or pairs >= MIN_TIMES_THE_MEAN * mean
+        is_repeated = pairs >= DOMINANT_SHARE * len(changed_pairs) or pairs >= MIN_TIMES_THE_MEAN * mean
         if is_repeated and text.strip() and not SAYS_NO_CHANGE.search(text):
-            spellings = {spelling for spelling in pairs_by_spelling if _plain(spelling) == _plain(text)}
-            repeats = [(row, text) for row in changed if not spellings.isdisjoint(_distinct_texts(row.references))]
-            return _count("repeats", repeats, total=len(changed))
+            spellings = {spelling for spelling in pairs_by_spelling if _plain_text(spelling) == _plain_text(text)}
+            captions = [
+                (row, text) for row in changed_pairs if not spellings.isdisjoint(_distinct_texts(row.references))
+            ]
+            return _count_kind("repeats", captions, total=len(changed_pairs))
     return None
 
 
@@ -129,15 +133,15 @@ def _merge_spellings(pairs_by_spelling: Counter[str]) -> Counter[str]:
     spellings_of_text: dict[str, list[str]] = {}
     for spelling, pairs in pairs_by_spelling.items():
         if pairs > 1:
-            spellings_of_text.setdefault(_plain(spelling), []).append(spelling)
-    merged = pairs_by_spelling.copy()
+            spellings_of_text.setdefault(_plain_text(spelling), []).append(spelling)
+    pairs_by_text = pairs_by_spelling.copy()
     for main_spelling, *variants in spellings_of_text.values():
         for variant in variants:
-            merged[main_spelling] += merged.pop(variant)
-    return merged
+            pairs_by_text[main_spelling] += pairs_by_text.pop(variant)
+    return pairs_by_text
 
 
-def _plain(text: str) -> str:
+def _plain_text(text: str) -> str:
     """Return the text in lowercase with single spaces, and without punctuation at the ends."""
     return " ".join(text.casefold().split()).strip(" .!\"'")
 

@@ -54,7 +54,7 @@ class DatasetEntry(RawDataset):
 
     @field_validator("train_on")
     @classmethod
-    def require_train_and_spare_test(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
+    def refuse_training_on_test(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
         """Check that test is not used for training, and val only together with train.
 
         Raises:

@@ -62,7 +62,7 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     Args:
         name: the dataset's name in `params.yaml`, which is the prefix of its ids.
         entry: the dataset's entry in `params.yaml`.
-        image_cache: cache file with facts about images, by content. It saves time and does not change the output.
+        image_cache: file that caches digests and verdicts of images. It saves time and does not change the output.
         out: folder to write to.
 
     Raises:
@@ -78,7 +78,8 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     shutil.rmtree(folder, ignore_errors=True)
     records, annotation_rows = to_records(name, entry, unpack_images(rows, folder / "images"))
     if not records:
-        raise DataError("ingest.no_captioned_pair" if rows else "ingest.no_pair", dataset=name, path=entry.root)
+        code = "ingest.no_captioned_pair" if rows else "ingest.no_pair"
+        raise DataError(code, dataset=name, path=entry.root)
     images = _add_digests(name, records, image_cache)
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     grammar = DATASETS[entry.reader].grammar
     if grammar:
         write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
-    report = _report(name, entry.reader, records, annotation_rows, images)
+    report = _make_report(name, entry.reader, records, annotation_rows, images)
     return report.write(out / f"{name}.json")
 
 
@@ -117,12 +118,12 @@ def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row], odd_captions
 def _print_notes(
     name: str, rows: Sequence[Row], option_notes: Sequence[str], odd_captions: Sequence[OddCaptions]
 ) -> None:
-    """Print which effects the dataset's options had, and what is unusual about its captions."""
+    """Print the pairs without captions, the effects of the dataset's options, and the kinds of odd captions."""
     rows_without_caption = [row for row in rows if row.without_caption]
     if rows_without_caption:
         print(
-            f"ingest {name}: {len(rows_without_caption):,} pairs without a caption are passed over, "
-            f"first {rows_without_caption[0].source}"
+            f"ingest {name}: {len(rows_without_caption):,} pairs have no caption and are left out; "
+            f"the first is {rows_without_caption[0].source}"
         )
     for note in option_notes:
         print(f"ingest {name}: {note}")
@@ -143,9 +144,10 @@ def _add_digests(name: str, records: list[dict[str, Any]], image_cache: Path) ->
     return images
 
 
-def _report(
+def _make_report(
     name: str, reader: str, records: Sequence[dict[str, Any]], annotation_rows: int, images: pl.DataFrame
 ) -> IngestReport:
+    """Return the report of a dataset. Records without a split are counted under "?"."""
     pairs = Counter[str]()
     references = Counter[str]()
     for record in sorted(records, key=lambda record: record["split"] or "?"):
@@ -188,36 +190,36 @@ def to_records(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[lis
         roots = filter(None, [entry.root, entry.image_root])
         return entry.follow_links or is_inside(path, *roots) or is_cached_object(path)
 
-    records = [_record(name, entry, row, is_in_roots) for row in rows if not row.without_caption]
+    records = [_to_record(name, entry, row, is_in_roots) for row in rows if not row.without_caption]
     return records, sum(row.raw_rows for row in rows)
 
 
-def _record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callable[[str], bool]) -> dict[str, Any]:
+def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callable[[str], bool]) -> dict[str, Any]:
     """Convert a row to a record.
 
     If a value has the wrong type, the record contains null instead (an empty list for references), and `fault`
     describes the problem.
     """
     faults = [row.fault] if row.fault else []
-    name = _text("id", row.name, faults)
-    scene = _text("scene", row.scene, faults)
-    split = _text("split", row.split, faults)
+    name = _usable_text("id", row.name, faults)
+    scene = _usable_text("scene", row.scene, faults)
+    split = _usable_text("split", row.split, faults)
     return {
         "id": name and f"{dataset}/{name}",
         "dataset": dataset,
         "split": "train" if split in entry.train_on else split,
         "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
-        "before": _image("before", entry, row.before, faults, is_in_roots),
-        "after": _image("after", entry, row.after, faults, is_in_roots),
-        "references": _references(row.references, faults),
+        "before": _image_path("before", entry, row.before, faults, is_in_roots),
+        "after": _image_path("after", entry, row.after, faults, is_in_roots),
+        "references": _usable_references(row.references, faults),
         "change_types": row.change_types,
-        "source": _printable(row.source),
-        "fault": "; ".join(_printable(str(fault)) for fault in faults) or None,
+        "source": _escape_surrogates(row.source),
+        "fault": "; ".join(_escape_surrogates(str(fault)) for fault in faults) or None,
     }
 
 
-def _text(field: str, value: Any, faults: list[Fault]) -> str | None:
+def _usable_text(field: str, value: Any, faults: list[Fault]) -> str | None:
     """Return the value if it is usable text. Otherwise, add a fault to `faults` and return None."""
     if not isinstance(value, str):
         # A null in a row that already has a fault is a consequence of that fault, so it is not reported again
@@ -232,7 +234,7 @@ def _text(field: str, value: Any, faults: list[Fault]) -> str | None:
     return None
 
 
-def _references(value: Any, faults: list[Fault]) -> list[str]:
+def _usable_references(value: Any, faults: list[Fault]) -> list[str]:
     """Return the usable texts in a list of references, including empty texts."""
     if not isinstance(value, list):
         if value is not None or not faults:
@@ -240,12 +242,12 @@ def _references(value: Any, faults: list[Fault]) -> list[str]:
         return []
     usable_texts = []
     for number, text in enumerate(value):
-        if text == "" or _text(f"reference {number}", text, faults) is not None:
+        if text == "" or _usable_text(f"reference {number}", text, faults) is not None:
             usable_texts.append(text)
     return usable_texts
 
 
-def _image(
+def _image_path(
     field: str, entry: DatasetEntry, value: Any, faults: list[Fault], is_in_roots: Callable[[str], bool]
 ) -> str | None:
     """Return the path of an image, `root/value`, or None if the path is not usable.
@@ -261,7 +263,7 @@ def _image(
     """
     if isinstance(value, Path):
         return str(value)
-    image_name = _text(field, value, faults)
+    image_name = _usable_text(field, value, faults)
     if image_name is None:
         return None
     further_roots = [entry.image_root] if entry.image_root else []
@@ -279,6 +281,6 @@ def _image(
     return None
 
 
-def _printable(value: str) -> str:
+def _escape_surrogates(value: str) -> str:
     """Return the text in a form that Arrow can store: lone surrogates become escape sequences."""
     return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()

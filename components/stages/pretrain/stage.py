@@ -44,9 +44,9 @@ from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import (
     COLORS,
     KINDS,
-    LEVELS,
     MARK_WIDTH,
-    PLACES,
+    PLACE_NAMES,
+    SAMPLERS,
     STATES,
     WIDTHS,
     Change,
@@ -104,7 +104,7 @@ def ask_for_places(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, 
     for cell in rng.permutation(sorted({*objects_1, *objects_2})):
         object_1 = objects_1.get(cell, "nothing")
         object_2 = objects_2.get(cell, "nothing")
-        parts.append(f"{PLACES[cell]} {object_1} then {object_2}")
+        parts.append(f"{PLACE_NAMES[cell]} {object_1} then {object_2}")
     return "Describe both images place by place.", ", ".join(parts)
 
 
@@ -118,7 +118,7 @@ def ask_for_objects(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str,
     appearances: list[tuple[str, ...]] = []  # the words after the article in `a small red box ...`, or `mark`
     for scene in scenes:
         for cell, text in describe_things(scene):
-            descriptions.append(f"{PLACES[cell]} {text}")
+            descriptions.append(f"{PLACE_NAMES[cell]} {text}")
             appearances.append(tuple(text.split()[1:4]))
     answers: dict[str, str] = {}  # by the appearance in the question
     while len(answers) < OBJECTS_PER_QUESTION:
@@ -163,7 +163,7 @@ def ask_without_images(levels: tuple[Level, ...], rng: np.random.Generator, scen
     types = sample_types(rng, int(rng.integers(12)), multi_change_share=0.3)
     changes: tuple[Change, ...] = ()
     if rng.random() < 0.85:
-        _, _, _, changes = LEVELS[level].sample_pair(rng, types)
+        changes = SAMPLERS[level].sample_pair(rng, types).changes
     question = str(pick(rng, QUESTIONS))
     captions = references(changes, 5)
     return question, captions[int(rng.integers(5))]
@@ -199,11 +199,11 @@ def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
     texts += references((), 5) * 50
     for number in range(6_000):
         task = tasks[number % len(tasks)]
-        level = LEVELS[levels[number // len(tasks) % len(levels)]]
-        scenes = [level.sample_scene(rng) for _ in range(task.image_count)]
+        sampler = SAMPLERS[levels[number // len(tasks) % len(levels)]]
+        scenes = [sampler.sample_scene(rng) for _ in range(task.image_count)]
         question, answer = task.ask(rng, scenes)
         texts.append(f"{question} {answer}")
-        _, _, _, changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))
+        changes = sampler.sample_pair(rng, (CHANGE_TYPES[number % 12],)).changes
         texts.append(references(changes, 5)[number % 5])
     tokenizer = Tokenizer(models.BPE())
     qwen2_tokenizer: Any = Qwen2Tokenizer().backend_tokenizer
@@ -379,10 +379,10 @@ def render_bank(cfg: Pretrain, architecture: Architecture) -> SceneBank:
     scenes = list[Scene]()
     for number in progress(range(cfg.scenes), "render", total=cfg.scenes, unit="scene"):
         rng = np.random.default_rng([cfg.seed, number])
-        level = LEVELS[cfg.levels[number % len(cfg.levels)]]
-        scene = level.sample_scene(rng)
+        sampler = SAMPLERS[cfg.levels[number % len(cfg.levels)]]
+        scene = sampler.sample_scene(rng)
         if rng.random() < 0.2:
-            scene = replace(scene, view=replace(scene.view, brightness=level.dark))
+            scene = replace(scene, view=replace(scene.view, brightness=sampler.dark_brightness))
         pixels.append(architecture.prepare_image(render(scene, cfg.image_px, rng)))
         scenes.append(scene)
     return SceneBank(pixels=np.stack(pixels), scenes=scenes, levels=cfg.levels, held_out=cfg.held_out)

@@ -1,5 +1,6 @@
-"""MiniChange's words read back, and carried out: instructions as changes of a scene, and two descriptions compared."""
+"""Parse MiniChange's sentences, carry out instructions on scenes, and compare two descriptions."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,34 +10,53 @@ from PIL import Image
 from m3diff.datasets.minichange import image_paths, read_scenes
 from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, describe_scene, references
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import LEVELS, LIT, PLACES, ZOOMS, Change, Mark, Scene, Thing, sample_types
+from m3diff.datasets.minichange.scene import (
+    FULL_BRIGHTNESS,
+    PLACE_NAMES,
+    SAMPLERS,
+    ZOOM_FACTORS,
+    Change,
+    Mark,
+    Scene,
+    Thing,
+    sample_types,
+)
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.augment.minichange import (
     DrawnEditor,
     carry_out,
-    difference,
+    describe_difference,
     paraphrase,
     read_description,
     read_instruction,
 )
 from tests.stages.augment.toys import draw
 
-NOT_TOLD = {"viewpoint", "illumination"}  # by the description of a scene
-each_level = pytest.mark.parametrize("level", LEVELS)
+TYPES_NOT_IN_DESCRIPTIONS = {"viewpoint", "illumination"}
+each_level = pytest.mark.parametrize("level", SAMPLERS)
 
 
 def pairs(level: str) -> list[tuple[Scene, Scene, tuple[Change, ...]]]:
-    made = []
+    scene_pairs = []
     for number in range(60):
         rng = np.random.default_rng([7, number])
-        before, after, _, changes = LEVELS[level].sample_pair(rng, sample_types(rng, number, 0.3))
-        made.append((before, after, changes))
-    return made
+        sample = SAMPLERS[level].sample_pair(rng, sample_types(rng, number, 0.3))
+        scene_pairs.append((sample.before, sample.after, sample.changes))
+    return scene_pairs
 
 
 def looks(thing: Thing) -> tuple:
     return (thing.kind, thing.size, thing.color, thing.cell)
+
+
+def assert_describes(described: Thing | None, thing: Thing | None) -> None:
+    """Check that a parsed object has the looks of an object, and its state if the text mentions it."""
+    if described is None or thing is None:
+        assert described == thing
+        return
+    assert looks(described) == looks(thing)
+    assert described.state in (None, thing.state)
 
 
 @each_level
@@ -44,13 +64,18 @@ def test_every_reference_is_read_back_as_its_changes_and_has_other_wordings(leve
     for before, _, changes in pairs(level):
         texts = references(changes, 5)
         for text in texts:
-            read = read_instruction(text) or ()
-            assert [(change.type, change.word) for change in read] == [(each.type, each.word) for each in changes]
-            for found, true in zip(read, changes, strict=True):
-                for told, thing in ((found.before, true.before), (found.after, true.after)):
-                    assert (told and looks(told)) == (thing and looks(thing))
-                    assert told is None or thing is None or told.state in (None, thing.state)
-            assert paraphrase(text, describe_scene(before)) == [other for other in texts if other != text]
+            parsed_changes = read_instruction(text) or ()
+            assert [change.type for change in parsed_changes] == [change.type for change in changes]
+            assert [change.word for change in parsed_changes] == [change.word for change in changes]
+            for parsed_change, change in zip(parsed_changes, changes, strict=True):
+                assert_describes(parsed_change.before, change.before)
+                assert_describes(parsed_change.after, change.after)
+            other_texts = [other_text for other_text in texts if other_text != text]
+            assert paraphrase(text, describe_scene(before)) == other_texts
+
+
+def looks_and_states(things: Sequence[Thing]) -> list[tuple]:
+    return sorted([(*looks(thing), thing.state) for thing in things], key=str)
 
 
 @each_level
@@ -58,25 +83,25 @@ def test_descriptions_are_read_back_and_two_give_all_changes_but_camera_and_lamp
     exact = 0
     for before, after, changes in pairs(level):
         for scene in (before, after):
-            read = read_description(describe_scene(scene))
-            assert read is not None
-            found, true = ([(*looks(each), each.state) for each in of] for of in (read[0], scene.things))
-            assert sorted(found, key=str) == sorted(true, key=str)
-            assert sorted(read[1]) == sorted(mark.cell for mark in scene.marks)
-        told = difference(describe_scene(before), describe_scene(after), 5)
-        visible = tuple(change for change in changes if change.type not in NOT_TOLD)
-        exact += told == (references(visible, 5) if visible else [])
-    assert exact >= 58, "two objects of one place may be told as each other's change"
+            description = read_description(describe_scene(scene))
+            assert description is not None
+            things, marks = description
+            assert looks_and_states(things) == looks_and_states(scene.things)
+            assert sorted(marks) == sorted(mark.cell for mark in scene.marks)
+        texts = describe_difference(describe_scene(before), describe_scene(after), 5)
+        described_changes = tuple(change for change in changes if change.type not in TYPES_NOT_IN_DESCRIPTIONS)
+        exact += texts == (references(described_changes, 5) if described_changes else [])
+    assert exact >= 58, "two objects at one place may be taken for a change of one object"
 
 
-def test_without_a_description_only_what_the_instruction_says_is_said():
+def test_without_a_description_only_what_the_instruction_says_is_describe_with_star():
     text = "at the left the small red arrow points up now"
     assert paraphrase(text) == [
         "at the left the small red arrow points up after a turn",
         "at the left the small red arrow points up in the second image",
     ]
-    two = "at the left a small red arrow pointing down, at the left a small red arrow pointing left"
-    assert paraphrase(text, two) == paraphrase(text), "either arrow may be meant"
+    two_arrows = "at the left a small red arrow pointing down, at the left a small red arrow pointing left"
+    assert paraphrase(text, two_arrows) == paraphrase(text), "either arrow may be meant"
     assert len(paraphrase(text, "at the left a small red arrow pointing down")) == 4
 
 
@@ -86,9 +111,9 @@ def test_what_is_not_in_minichanges_words_has_no_other_wording(text):
     assert paraphrase(text) == []
 
 
-def said(*things: Thing) -> str:
-    told = (*things, Thing("star", "white", "small", 6))
-    return ", ".join(f"{PLACES[thing.cell]} a {thing.size} {thing.color} {thing.kind}" for thing in told)
+def describe_with_star(*things: Thing) -> str:
+    things = (*things, Thing("star", "white", "small", 6))
+    return ", ".join(f"{PLACE_NAMES[thing.cell]} a {thing.size} {thing.color} {thing.kind}" for thing in things)
 
 
 BALL = Thing("ball", "red", "small", 0)
@@ -98,23 +123,38 @@ MARK = "at the top left a mark"
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("text_before", "text_after", "sentence"),
     [
-        (said(BALL), said(BALL, BOX), "in the centre a large blue box appeared"),
-        (said(BALL, BOX), said(BALL), "in the centre the large blue box disappeared"),
-        (said(BALL), said(BALL), None),
-        (said(BALL), said(Thing("ball", "blue", "large", 0)), None),  # more than one clause can say
-        (said(BALL), said(replace(BALL, cell=8), BOX), "at the top left the small red ball disappeared, and in"),
-        (said(), said(*CONES), None),  # more than three changes
-        (said(BALL), f"{MARK}, {said()}", "at the top left the small red ball was removed and left a mark"),
-        (said(BALL), f"at the top a mark, {said(BALL)}", None),  # a mark from nowhere
-        (f"at the top a mark, {said(BALL)}", said(BALL), None),
-        (said(BALL), "a cat on a mat", None),
+        (describe_with_star(BALL), describe_with_star(BALL, BOX), "in the centre a large blue box appeared"),
+        (describe_with_star(BALL, BOX), describe_with_star(BALL), "in the centre the large blue box disappeared"),
+        (describe_with_star(BALL), describe_with_star(BALL), None),
+        (
+            describe_with_star(BALL),
+            describe_with_star(Thing("ball", "blue", "large", 0)),
+            None,
+        ),  # more than one clause can say
+        (
+            describe_with_star(BALL),
+            describe_with_star(replace(BALL, cell=8), BOX),
+            "at the top left the small red ball disappeared, and in",
+        ),
+        (describe_with_star(), describe_with_star(*CONES), None),  # more than three changes
+        (
+            describe_with_star(BALL),
+            f"{MARK}, {describe_with_star()}",
+            "at the top left the small red ball was removed and left a mark",
+        ),
+        (describe_with_star(BALL), f"at the top a mark, {describe_with_star(BALL)}", None),  # a mark from nowhere
+        (f"at the top a mark, {describe_with_star(BALL)}", describe_with_star(BALL), None),
+        (describe_with_star(BALL), "a cat on a mat", None),
     ],
 )
-def test_the_second_description_is_told_from_the_first(first, second, told):
-    texts = difference(first, second, 1)
-    assert (texts == []) if told is None else texts[0].startswith(told)
+def test_two_descriptions_give_a_sentence_about_their_difference(text_before, text_after, sentence):
+    texts = describe_difference(text_before, text_after, 1)
+    if sentence is None:
+        assert texts == []
+    else:
+        assert texts[0].startswith(sentence)
 
 
 @each_level
@@ -127,11 +167,11 @@ def test_an_instruction_gives_the_scene_that_it_describes(level):
             if all(change.type not in ("addition", "substitution") for change in changes):
                 assert describe_scene(edited) == describe_scene(after), text
                 same += 1
-            for word in {change.word for change in changes if change.type == "viewpoint"} & ZOOMS.keys():
-                assert edited.view.zoom == pytest.approx(before.view.zoom * ZOOMS[word], rel=0.08)
+            for word in {change.word for change in changes if change.type == "viewpoint"} & ZOOM_FACTORS.keys():
+                assert edited.view.zoom == pytest.approx(before.view.zoom * ZOOM_FACTORS[word], rel=0.08)
             for word in {change.word for change in changes if change.type == "illumination"}:
-                wanted = LIT if word == "on" else LEVELS[level].dark
-                assert edited.view.brightness == pytest.approx(wanted, rel=0.12)
+                brightness = FULL_BRIGHTNESS if word == "on" else SAMPLERS[level].dark_brightness
+                assert edited.view.brightness == pytest.approx(brightness, rel=0.12)
     assert same > 60
 
 
@@ -140,13 +180,15 @@ def test_an_instruction_gives_the_scene_that_it_describes(level):
 def test_each_type_of_change_leaves_all_other_things_where_they_are(level, change_type):
     for number in range(4):
         rng = np.random.default_rng([3, number])
-        before, _, _, changes = LEVELS[level].sample_pair(rng, (change_type,))
-        edited = carry_out(before, references(changes, 1)[0], rng)
+        sample = SAMPLERS[level].sample_pair(rng, (change_type,))
+        before = sample.before
+        (change,) = sample.changes
+        edited = carry_out(before, references(sample.changes, 1)[0], rng)
         assert edited is not None
-        assert [each for each in before.things if each not in edited.things] == [each.before for each in changes
-                                                                                 if each.before]  # fmt: skip
-        came = [thing for thing in edited.things if thing not in before.things]
-        assert len(came) == (1 if changes[0].after else 0)
+        missing_things = [thing for thing in before.things if thing not in edited.things]
+        new_things = [thing for thing in edited.things if thing not in before.things]
+        assert missing_things == ([change.before] if change.before else [])
+        assert len(new_things) == (1 if change.after else 0)
         assert len(edited.marks) - len(before.marks) == (change_type == "removal")
         assert edited.view != before.view, "another photograph"
 
@@ -179,18 +221,19 @@ def test_written_scenes_draw_the_images_and_the_seed_decides_open_details(change
     root = draw(tmp_path / "raw", **changes)
     scenes = read_scenes(root)
     same = 0
-    for path, scene in scenes.of.items():
+    for path, scene in scenes.scene_by_path.items():
         if not scene.view.noise:
             drawn = render(scene, scenes.image_px, np.random.default_rng(0), scenes.domain)
             assert drawn.tobytes() == Image.open(root / path).convert("RGB").tobytes(), path
             same += 1
     assert same > 40
-    assert len(scenes.of) == 120
+    assert len(scenes.scene_by_path) == 120
     editor = DrawnEditor(root)
     path = root / image_paths(0)[0]
-    first, again, other = (editor.edit(path, "the camera moved up", seed) for seed in (1, 1, 2))
-    assert first.tobytes() == again.tobytes() != other.tobytes()
-    assert first.size == Image.open(path).size
+    edit = editor.edit(path, "the camera moved up", 1)
+    assert edit.tobytes() == editor.edit(path, "the camera moved up", 1).tobytes()
+    assert edit.tobytes() != editor.edit(path, "the camera moved up", 2).tobytes()
+    assert edit.size == Image.open(path).size
     assert editor.edit(root / "images/other.png", "the camera moved up", 0) is None, "an image without a scene"
     with pytest.raises(DataError, match=r"scenes\.json"):
         DrawnEditor(tmp_path)

@@ -1,4 +1,4 @@
-"""What makes with weights: InstructPix2Pix and features on tiny models, the search for neighbours, and writers."""
+"""The parts of augment that use models: InstructPix2Pix, image features, the search for neighbours, and writers."""
 
 import re
 from pathlib import Path
@@ -16,8 +16,8 @@ from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError
 from m3diff.stages.augment import weights as module
 from m3diff.stages.augment.params import EndpointWriterSettings, FeatureModel, InstructPix2Pix
-from m3diff.stages.augment.weights import Features, Pix2PixEditor, nearest, size_for_editor
-from m3diff.stages.augment.writers import LanguageModel, read_texts, usable_texts
+from m3diff.stages.augment.weights import Features, Pix2PixEditor, find_nearest, size_for_editor
+from m3diff.stages.augment.writers import LanguageModel, read_texts, select_texts
 from tests.chat import chat_server
 from tests.stages.augment.toys import BASE, clip, draw, instruct_pix2pix, siglip
 
@@ -52,29 +52,33 @@ def editor(model: Path, **changes: Any) -> Pix2PixEditor:
 
 
 def test_the_same_seed_gives_the_same_edit_whatever_was_edited_before(folders, image):
-    one = editor(folders[instruct_pix2pix])
-    assert "pipeline" not in vars(one), "weights are loaded for the first edit"
-    assert len(one.identity) == 64, "weights are loaded for the first edit"
-    first, other, again = (one.edit(image, "make it red", seed) for seed in (1, 2, 1))
-    alone = editor(folders[instruct_pix2pix]).edit(image, "make it red", 1)
-    assert one.pipeline.safety_checker is None
-    assert first.size == (50, 30)
-    assert first.mode == "RGB"
+    pix2pix = editor(folders[instruct_pix2pix])
+    assert "pipeline" not in vars(pix2pix), "weights are loaded for the first edit"
+    assert len(pix2pix.identity) == 64, "weights are loaded for the first edit"
+    edit = pix2pix.edit(image, "make it red", 1)
+    edit_with_other_seed = pix2pix.edit(image, "make it red", 2)
+    repeated_edit = pix2pix.edit(image, "make it red", 1)
+    edit_by_new_editor = editor(folders[instruct_pix2pix]).edit(image, "make it red", 1)
+    assert pix2pix.pipeline.safety_checker is None
+    assert edit.size == (50, 30)
+    assert edit.mode == "RGB"
     sizes = [((50, 30), 32, (32, 16)), ((300, 400), 512, (384, 512)), ((900, 9), 64, (64, 8))]
     assert all(size_for_editor(size, longer) == fitted for size, longer, fitted in sizes), "multiples of eight"
-    assert first.tobytes() == again.tobytes() == alone.tobytes() != other.tobytes()
+    assert edit.tobytes() == repeated_edit.tobytes() == edit_by_new_editor.tobytes()
+    assert edit.tobytes() != edit_with_other_seed.tobytes()
 
 
 def test_original_instruction_steps_and_both_guidances_reach_the_pipeline(folders, image):
     def edit(text: str = "make it red", color: str | None = None, **changes: Any) -> bytes:
-        shown = image.with_name("other.png") if color else image
+        original = image
         if color:
-            Image.new("RGB", (50, 30), color).save(shown)
-        return editor(folders[instruct_pix2pix], **changes).edit(shown, text, 1).tobytes()
+            original = image.with_name("other.png")
+            Image.new("RGB", (50, 30), color).save(original)
+        return editor(folders[instruct_pix2pix], **changes).edit(original, text, 1).tobytes()
 
     changes = [{"text": "add a cat"}, {"color": "blue"}, {"steps": 3}, {"guidance": 2.0}, {"image_guidance": 3.0}]
-    found = [edit(**change) for change in ({}, *changes, {"image_px": 64})]
-    assert len(set(found)) == 7
+    edits = [edit(**change) for change in ({}, *changes, {"image_px": 64})]
+    assert len(set(edits)) == 7
 
 
 def test_a_missing_model_another_model_and_a_bad_image_are_refused(folders, tmp_path):
@@ -93,14 +97,15 @@ def test_a_missing_model_another_model_and_a_bad_image_are_refused(folders, tmp_
 
 def test_the_bases_features_put_the_same_scene_above_another_one(images):
     """Each scene has three images: before, after, and a distractor that shows the first again."""
-    found = Features(FeatureModel(kind="encoder", model=BASE), CPU).features(images)
-    assert found.shape == (120, 25 * 128)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
-    cosines = (found @ found.T).reshape(40, 3, 40, 3)
-    distractors = np.array([cosines[at, 0, at, 2] for at in range(40)])
-    others = np.array([np.delete(cosines[at, 0, :, 0], at).max() for at in range(40)])
-    assert np.median(others) < 0.75 < 0.98 < np.median(distractors)
-    assert (distractors > others).all()
+    features = Features(FeatureModel(kind="encoder", model=BASE), CPU).features(images)
+    assert features.shape == (120, 25 * 128)
+    np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1, atol=1e-5)
+    cosines = (features @ features.T).reshape(40, 3, 40, 3)
+    cosines_to_distractor = np.array([cosines[scene, 0, scene, 2] for scene in range(40)])
+    cosines_to_nearest_scene = np.array([np.delete(cosines[scene, 0, :, 0], scene).max() for scene in range(40)])
+    assert np.median(cosines_to_nearest_scene) < 0.75
+    assert np.median(cosines_to_distractor) > 0.98
+    assert (cosines_to_distractor > cosines_to_nearest_scene).all()
 
 
 @pytest.mark.parametrize("make", [clip, siglip])
@@ -108,18 +113,19 @@ def test_clip_and_siglip_give_their_image_embedding(make, folders, images, monke
     from transformers import AutoImageProcessor, AutoModel
 
     monkeypatch.setattr(module, "BATCH", 2)
-    found = Features(FeatureModel(kind="clip", model=folders[make]), CPU).features(images[:9])
-    model, processor = (kind.from_pretrained(folders[make]) for kind in (AutoModel, AutoImageProcessor))
+    features = Features(FeatureModel(kind="clip", model=folders[make]), CPU).features(images[:9])
+    model = AutoModel.from_pretrained(folders[make])
+    processor = AutoImageProcessor.from_pretrained(folders[make])
     pixels = processor(images=[module.load_image(image) for image in images[:9]], return_tensors="pt")["pixel_values"]
     expected = torch.nn.functional.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=1)
-    np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-5)
+    np.testing.assert_allclose(features, expected.detach().numpy(), atol=1e-5)
 
 
 def points(count: int, width: int = 16, groups: int = 40) -> np.ndarray:
     rng = np.random.default_rng(0)
-    middles = rng.normal(size=(groups, width))
-    found = middles[rng.integers(groups, size=count)] + 0.3 * rng.normal(size=(count, width))
-    return (found / np.linalg.norm(found, axis=1, keepdims=True)).astype(np.float32)
+    centers = rng.normal(size=(groups, width))
+    vectors = centers[rng.integers(groups, size=count)] + 0.3 * rng.normal(size=(count, width))
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
 @pytest.mark.parametrize(("block", "cells"), [(1, 2**25), (7, 2**25), (1000, 2**25), (1000, 2000)])
@@ -127,14 +133,14 @@ def test_the_search_finds_the_nearest_others_in_order(block, cells, monkeypatch)
     monkeypatch.setattr(module, "MAX_BLOCK_ROWS", block)
     monkeypatch.setattr(module, "MAX_BLOCK_CELLS", cells)
     features = points(200)
-    cosines, numbers = nearest(features, 5)
-    whole = (features @ features.T).astype(np.float64)
-    np.fill_diagonal(whole, -2)
-    assert (numbers == np.argsort(-whole, axis=1, kind="stable")[:, :5]).mean() > 0.999
-    np.testing.assert_allclose(cosines, np.take_along_axis(whole, numbers, axis=1), atol=1e-6)
-    equal = np.tile(points(1), (6, 1))
-    assert nearest(equal, 9)[1].tolist() == [[n for n in range(6) if n != row] for row in range(6)]
-    assert nearest(points(1), 9)[0].shape == (1, 0), "no more neighbours than others"
+    cosines, numbers = find_nearest(features, 5)
+    all_cosines = (features @ features.T).astype(np.float64)
+    np.fill_diagonal(all_cosines, -2)
+    assert (numbers == np.argsort(-all_cosines, axis=1, kind="stable")[:, :5]).mean() > 0.999
+    np.testing.assert_allclose(cosines, np.take_along_axis(all_cosines, numbers, axis=1), atol=1e-6)
+    equal_features = np.tile(points(1), (6, 1))
+    assert find_nearest(equal_features, 9)[1].tolist() == [[n for n in range(6) if n != row] for row in range(6)]
+    assert find_nearest(points(1), 9)[0].shape == (1, 0), "no more neighbours than others"
 
 
 def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(tmp_path):
@@ -151,7 +157,7 @@ def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(t
 
 
 @pytest.mark.parametrize(
-    ("said", "texts"),
+    ("answer", "texts"),
     [
         ('["a", "b"]', ["a", "b"]),
         ('Sure! ```json\n["a"]\n```', ["a"]),
@@ -166,18 +172,18 @@ def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(t
         ("[" * 3000, []),
     ],
 )
-def test_texts_are_read_from_a_list_in_json_or_lines(said, texts):
-    assert read_texts(said) == texts
+def test_texts_are_read_from_a_list_in_json_or_lines(answer, texts):
+    assert read_texts(answer) == texts
 
 
 def test_of_the_texts_of_an_answer_empty_repeated_and_surplus_ones_are_dropped():
-    said = '["Add a cat!", "put  a\\ncat", "", "Put a cat.", "place a cat", "a cat, please"]'
-    written = usable_texts(EndpointAnswer("text", said), 2, "add a cat")
-    assert written.texts == ("put a cat", "place a cat")
-    assert written.dropped == {"repeated": 2, "empty": 1, "more than asked for": 1}
-    unreadable = usable_texts(EndpointAnswer("text", "no list"), 2, "add a cat")
+    answer = '["Add a cat!", "put  a\\ncat", "", "Put a cat.", "place a cat", "a cat, please"]'
+    output = select_texts(EndpointAnswer("text", answer), 2, "add a cat")
+    assert output.texts == ("put a cat", "place a cat")
+    assert output.dropped_texts == {"repeated": 2, "empty": 1, "more than asked for": 1}
+    unreadable = select_texts(EndpointAnswer("text", "no list"), 2, "add a cat")
     assert not unreadable.texts
-    assert unreadable.dropped == {"unreadable": 1}
-    truncated = usable_texts(EndpointAnswer("cut", '["put a cat"]'), 2, "add a cat")
+    assert unreadable.dropped_texts == {"unreadable": 1}
+    truncated = select_texts(EndpointAnswer("cut", '["put a cat"]'), 2, "add a cat")
     assert not truncated.texts
-    assert truncated.dropped == {"cut": 1}
+    assert truncated.dropped_texts == {"cut": 1}

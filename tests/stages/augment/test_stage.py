@@ -1,4 +1,4 @@
-"""The stage on a small MiniChange: equal bytes twice, every pair counted, no leak past validate, a kill survived."""
+"""The stage `augment` on a small MiniChange: its outputs, its counts, leaks between splits, and interrupted runs."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import sha256, sha256_of_folder
 from m3diff.settings.load import load_params
 from m3diff.stages.augment import stage
-from m3diff.stages.augment.minichange import DrawnEditor, difference
+from m3diff.stages.augment.minichange import DrawnEditor, describe_difference
 from m3diff.stages.augment.params import Edits, InstructPix2Pix, RawSource
 from m3diff.stages.augment.stage import AugmentReport, augment, cached_edits_folder
 from m3diff.stages.augment.weights import Pix2PixEditor
@@ -35,7 +35,7 @@ from tests import toy
 from tests.chat import Server, chat_server
 from tests.errors import raises
 from tests.layouts import run_ingest, run_validate
-from tests.stages.augment.toys import KINDS, SCENES, compute, draw, edits, entry
+from tests.stages.augment.toys import KINDS, SCENES, compute, draw, edits_entry, entry
 from tests.test_dependencies import set_params
 from tests.toy import REPOSITORY
 
@@ -48,22 +48,28 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(raw: Path) -> dict[str, tuple[Path, AugmentReport]]:
-    """Root and report of each kind, made once."""
-    roots = {kind: raw.parent / "once" / kind / "made" for kind in KINDS}
-    return {
-        kind: (root, augment("made", entry(kind, raw, root), compute(root.parent / "runs")))
-        for kind, root in roots.items()
-    }
+def datasets(raw: Path) -> dict[str, tuple[Path, AugmentReport]]:
+    """Make a dataset of each kind. Return its root and its report."""
+    root_and_report = {}
+    for kind in KINDS:
+        root = raw.parent / "once" / kind / "made"
+        report = augment("made", entry(kind, raw, root), compute(root.parent / "runs"))
+        root_and_report[kind] = (root, report)
+    return root_and_report
 
 
 @pytest.fixture
-def edited(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the editor is asked."""
-    asked = []
-    real = DrawnEditor.edit
-    monkeypatch.setattr(DrawnEditor, "edit", lambda self, *rest: asked.append(rest) or real(self, *rest))
-    return asked
+def edit_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Record the arguments with which the editor is called."""
+    calls = []
+    real_edit = DrawnEditor.edit
+
+    def edit(self: DrawnEditor, *arguments: Any) -> Any:
+        calls.append(arguments)
+        return real_edit(self, *arguments)
+
+    monkeypatch.setattr(DrawnEditor, "edit", edit)
+    return calls
 
 
 def rows_of(root: Path) -> list[dict[str, Any]]:
@@ -71,21 +77,21 @@ def rows_of(root: Path) -> list[dict[str, Any]]:
 
 
 def single_images(root: Path, rows: list[dict[str, Any]], **source: Any) -> dict[str, Any]:
-    """A source of images with captions."""
+    """Write a table of images with captions, and return it as a source."""
     (root / "pairs.jsonl").write_text("".join(json.dumps({"split": "train"} | row) + "\n" for row in rows))
     return {"reader": "pairs", "root": root, "options": {"manifest": "pairs.jsonl", "columns": ONE_IMAGE}} | source
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_settings_give_equal_bytes_and_every_tried_pair_is_made_or_counted(kind, raw, made, tmp_path):
-    root, report = made[kind]
+def test_equal_settings_give_equal_bytes_and_every_tried_pair_is_made_or_counted(kind, raw, datasets, tmp_path):
+    root, report = datasets[kind]
     assert augment("made", entry(kind, raw, tmp_path / "made"), compute(tmp_path / "runs")) == report
     assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(root)
     assert (tmp_path / "made.json").read_bytes() == (root.parent / "made.json").read_bytes()
-    tried = {"edits": 2 * 2 * SCENES, "neighbours": 4 * 3 * SCENES, "coupled_samples": 3 * SCENES // 2}
+    attempted_pairs = {"edits": 2 * 2 * SCENES, "neighbours": 4 * 3 * SCENES, "coupled_samples": 3 * SCENES // 2}
     rows = rows_of(root)
-    assert report.rows_in == tried[kind]
-    assert report.rows_out == len(rows) == tried[kind] - sum(report.rejected.values())
+    assert report.rows_in == attempted_pairs[kind]
+    assert report.rows_out == len(rows) == attempted_pairs[kind] - sum(report.rejected.values())
     assert report.pairs == Counter(row["split"] for row in rows)
     assert set(report.pairs) == {"train", "val", "test"}
     assert sum(report.references.values()) == sum(len(row["captions"]) for row in rows)
@@ -96,8 +102,8 @@ def test_equal_settings_give_equal_bytes_and_every_tried_pair_is_made_or_counted
     assert (kind == "neighbours") == (sha256_of_folder(tmp_path / "other") == sha256_of_folder(root))
 
 
+# Names of images, and the suffix of the file to which each image is copied
 NAMES = {"a.jpg?w=600": "", "b.v1-2": "", "c": "", "D.JPEG": ".jpeg", "e.png": ".png"}
-"""Names of images, by which readers know nothing, and the suffix that each is written with."""
 
 
 def test_images_of_any_name_are_written_by_content_and_recognized_by_the_next_run(tmp_path, monkeypatch):
@@ -113,8 +119,8 @@ def test_images_of_any_name_are_written_by_content_and_recognized_by_the_next_ru
         assert {path.name for path in (tmp_path / "made/images").iterdir()} == names
 
 
-def test_edits_have_their_references_and_every_image_is_written_once(raw, made):
-    root, _ = made["edits"]
+def test_edits_have_their_references_and_every_image_is_written_once(raw, datasets):
+    root, _ = datasets["edits"]
     rows = rows_of(root)
     captions = json.loads((raw / "change_captions.json").read_text())
     files = {f"images/{path.name}" for path in (root / "images").iterdir()}
@@ -127,26 +133,26 @@ def test_edits_have_their_references_and_every_image_is_written_once(raw, made):
         assert row["captions"][0] == captions[name][0]
 
 
-def test_what_neighbours_say_is_true_of_their_scenes(raw, made):
-    scenes = read_scenes(raw).of
-    rows = rows_of(made["neighbours"][0])
+def test_what_neighbours_say_is_true_of_their_scenes(raw, datasets):
+    scenes = read_scenes(raw).scene_by_path
+    rows = rows_of(datasets["neighbours"][0])
     for row in rows:
         before, after = (describe_scene(scenes[path]) for path in row["id"].split("+"))
-        assert row["captions"] == difference(before, after, 2)
+        assert row["captions"] == describe_difference(before, after, 2)
         assert 0.75 <= row["made"]["cosine"] <= 0.985
-        assert row["scene"] in row["id"], "of one scene each: other scenes are below the band"
+        assert row["scene"] in row["id"], "both images show the same scene; other scenes are below the band"
     assert len(rows) > 10
 
 
 @pytest.mark.slow(15)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_made_pair_leaks_over_splits(kind, tmp_path):
-    """Source and made dataset through ingest and validate, the made one as docs/made-data.md has it ingested."""
+    """Ingest and validate the source and the made dataset, with the settings in docs/made-data.md."""
     raw = draw(tmp_path / "raw")
     run_ingest(raw, "minichange", "mini")
     augment("made", entry(kind, raw, tmp_path / "made"), compute(tmp_path / "runs"))
-    read = run_ingest(tmp_path / "made", "pairs", "made", manifest="pairs.jsonl")
-    assert read.faults == read.unread_images == 0
+    ingest_report = run_ingest(tmp_path / "made", "pairs", "made", manifest="pairs.jsonl")
+    assert ingest_report.faults == ingest_report.unread_images == 0
     report = run_validate(tmp_path)
     assert report.quarantined == 0
     assert report.leaks == 0
@@ -159,30 +165,30 @@ def test_no_made_pair_leaks_over_splits(kind, tmp_path):
     assert splits["dataset"].max() == 2, "no image is in two splits"
 
 
-def killed(raw: Path, folder: Path, after: int) -> None:
-    done = []
-    real = DrawnEditor.edit
+def augment_until_killed(raw: Path, folder: Path, edits_before_kill: int) -> None:
+    calls = []
+    real_edit = DrawnEditor.edit
 
     def edit(self: DrawnEditor, *arguments: Any) -> Any:
-        if len(done) == after:
+        if len(calls) == edits_before_kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        done.append(arguments)
-        return real(self, *arguments)
+        calls.append(arguments)
+        return real_edit(self, *arguments)
 
     DrawnEditor.edit = edit
-    augment("made", edits(raw, folder / "made"), compute(folder / "runs"))
+    augment("made", edits_entry(raw, folder / "made"), compute(folder / "runs"))
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_and_ends_like_an_undisturbed_one(raw, made, tmp_path, edited):
-    process = multiprocessing.get_context("spawn").Process(target=killed, args=(raw, tmp_path, 23))
+def test_a_killed_run_continues_and_ends_like_an_undisturbed_one(raw, datasets, tmp_path, edit_calls):
+    process = multiprocessing.get_context("spawn").Process(target=augment_until_killed, args=(raw, tmp_path, 23))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "made").exists()
-    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
-    assert len(edited) == 2 * SCENES - 23
-    assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(made["edits"][0])
+    augment("made", edits_entry(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    assert len(edit_calls) == 2 * SCENES - 23
+    assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(datasets["edits"][0])
 
 
 @pytest.mark.parametrize(
@@ -208,21 +214,21 @@ def test_a_root_with_foreign_files_is_refused_before_any_work(files, code, path,
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     with raises(DataError, code, path=tmp_path / path, value=value):
-        augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+        augment("made", edits_entry(raw, tmp_path / "made"), compute(tmp_path / "runs"))
     assert all((tmp_path / name).read_text() == text for name, text in files.items())
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_earlier_dataset_is_replaced_whole_or_left(raw, made, tmp_path, monkeypatch):
+def test_an_earlier_dataset_is_replaced_whole_or_left(raw, datasets, tmp_path, monkeypatch):
     root = tmp_path / "made"
     for changes in ({"edits": 3}, {}):
-        augment("made", edits(raw, root, **changes), compute(tmp_path / "runs"))
+        augment("made", edits_entry(raw, root, **changes), compute(tmp_path / "runs"))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made.json", "runs"]
-    assert sha256_of_folder(root) == sha256_of_folder(made["edits"][0])
+    assert sha256_of_folder(root) == sha256_of_folder(datasets["edits"][0])
     monkeypatch.setattr("shutil.copyfile", lambda *_: (root / "no/such/file").touch())
     with pytest.raises(OSError, match="No such file"):
-        augment("made", edits(raw, root, seed=4), compute(tmp_path / "runs"))
-    assert sha256_of_folder(root) == sha256_of_folder(made["edits"][0])
+        augment("made", edits_entry(raw, root, seed=4), compute(tmp_path / "runs"))
+    assert sha256_of_folder(root) == sha256_of_folder(datasets["edits"][0])
 
 
 def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw, tmp_path):
@@ -242,18 +248,19 @@ def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw, tmp_path):
 
 def test_answers_of_an_endpoint_are_kept_and_no_question_is_repeated(raw, tmp_path):
     reports = []
-    asked = []
+    request_counts = []
     with chat_server('["say it in one way", "or in another"]') as server:
         server.replies = {"ball": [429, 503, '["a ball", "the ball"]'], "arrow": [""]}
         server.replies |= {"box": [{"content": None, "refusal": "I cannot"}], "cone": ['{"texts": 3}']}
         writer = {"kind": "endpoint", "url": server.url, "model": "m"}
         for name in ("one", "two"):
-            cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
+            cfg = edits_entry(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
             reports.append(augment("made", cfg, compute(tmp_path / "runs")))
-            asked.append(len(server.requests))
+            request_counts.append(len(server.requests))
     assert reports[0] == reports[1]
     assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
-    assert asked == [len(set(server.texts)) + 2] * 2, "again: what was put off twice, and nothing else"
+    expected_requests = len(set(server.texts)) + 2
+    assert request_counts == [expected_requests] * 2, "only the two requests that the server delayed are repeated"
     assert {len(row["captions"]) for row in rows_of(tmp_path / "one")} == {3}
     assert reports[0].rejected["too few paraphrases"] + reports[0].rows_out == 2 * SCENES
     assert reports[0].dropped_texts.keys() == {"refused", "empty", "unreadable"}
@@ -263,18 +270,18 @@ def test_answers_of_an_endpoint_are_kept_and_no_question_is_repeated(raw, tmp_pa
 def test_texts_of_another_writer_are_refused_unless_the_entry_allows_them(raw, tmp_path):
     def make(server: Server, name: str, **changes: Any) -> Any:
         writer = {"kind": "endpoint", "url": server.url, "model": "m", **changes}
-        cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 1})
+        cfg = edits_entry(raw, tmp_path / name, writer=writer, paraphrases={"train": 1})
         return augment("made", cfg, compute(tmp_path / "runs"))
 
-    with chat_server('["of the first"]') as first, chat_server('["of the second"]') as second:
-        report = make(first, "one")
+    with chat_server('["of the first"]') as first_server, chat_server('["of the second"]') as second_server:
+        report = make(first_server, "one")
         with pytest.raises(OtherServerError):
-            make(second, "refused")
-        assert second.requests == []
+            make(second_server, "refused")
+        assert second_server.requests == []
         assert not (tmp_path / "refused").exists()
-        assert make(second, "two", reuse_answers=True) == report
-        make(second, "three", reuse_answers=False)
-    assert second.requests
+        assert make(second_server, "two", reuse_answers=True) == report
+        make(second_server, "three", reuse_answers=False)
+    assert second_server.requests
     assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes(), "no time in it"
     captions = [row["captions"][-1] for row in rows_of(tmp_path / "three") if row["split"] == "train"]
@@ -289,27 +296,41 @@ def key(folder: Path, content: str = "weights", **changes: Any) -> str:
     return cached_edits_folder(edits, Pix2PixEditor(cfg, Device(gpu=False, precision="fp32")), Path("runs")).name
 
 
-def test_cached_edits_are_identified_by_settings_weights_and_code(tmp_path, monkeypatch):
-    first = key(tmp_path / "one")
+def test_cached_edits_are_identified_by_settings_and_weights(tmp_path):
+    first_key = key(tmp_path / "one")
     identity = sha256_of_folder(tmp_path / "one")
-    assert first.startswith("instruct_pix2pix-")
-    assert first == key(tmp_path / "two") == key(tmp_path / "one", sha256=identity)
-    assert len({first, key(tmp_path / "one", steps=3), key(tmp_path / "one", content="others")}) == 3
-    real = code.digest_code
-    for changed, anew in {
-        "stages/augment/weights.py": True,
-        "images/open.py": True,
-        "stages/augment/writers.py": False,
-        "stages/augment/stage.py": False,
-    }.items():
-        assert (code.ROOT / "components" / changed).is_file()
-        other = {f"components/{changed}": "other"}
-        monkeypatch.setattr(code, "digest_code", lambda *of: {n: other.get(n, old) for n, old in real(*of).items()})  # noqa: B023
-        assert (key(tmp_path / "one") != first) == anew
+    assert first_key.startswith("instruct_pix2pix-")
+    assert first_key == key(tmp_path / "two") == key(tmp_path / "one", sha256=identity)
+    key_of_other_settings = key(tmp_path / "one", steps=3)
+    key_of_other_weights = key(tmp_path / "one", content="others")
+    assert len({first_key, key_of_other_settings, key_of_other_weights}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed_file", "changes_key"),
+    [
+        ("stages/augment/weights.py", True),
+        ("images/open.py", True),
+        ("stages/augment/writers.py", False),
+        ("stages/augment/stage.py", False),
+    ],
+)
+def test_cached_edits_are_identified_by_the_code_of_the_editor(changed_file, changes_key, tmp_path, monkeypatch):
+    first_key = key(tmp_path / "one")
+    assert (code.ROOT / "components" / changed_file).is_file()
+    real_digests = code.digest_code
+
+    def digests(*arguments: Any) -> dict[str, str]:
+        digest_of_file = real_digests(*arguments)
+        name = f"components/{changed_file}"
+        return digest_of_file | {name: "other"} if name in digest_of_file else digest_of_file
+
+    monkeypatch.setattr(code, "digest_code", digests)
+    assert (key(tmp_path / "one") != first_key) == changes_key
 
 
 def test_two_simultaneous_runs_of_one_entry_do_not_disturb_each_other(tmp_path, monkeypatch):
-    """The second, as from another worktree, begins and ends while the first has its images unpacked."""
+    """The second run begins and ends while the first run has unpacked its images, as in another worktree."""
     root = tmp_path / "raw"
     rows = []
     root.mkdir()
@@ -322,54 +343,54 @@ def test_two_simultaneous_runs_of_one_entry_do_not_disturb_each_other(tmp_path, 
     source = {"reader": "pairs", "root": root, "options": {"manifest": "pairs.parquet", "columns": ONE_IMAGE}}
     cfg = entry("coupled_samples", root, tmp_path / "one", source=source)
     runs = compute(tmp_path / "runs")
-    real = stage.make_coupled_samples
+    real_function = stage.make_coupled_samples
     reports = []
 
-    def beside(*arguments: Any) -> Any:
-        monkeypatch.setattr(stage, "make_coupled_samples", real)
+    def make_samples_after_second_run(*arguments: Any) -> Any:
+        monkeypatch.setattr(stage, "make_coupled_samples", real_function)
         reports.append(augment("made", cfg.model_copy(update={"root": tmp_path / "two"}), runs))
-        return real(*arguments)
+        return real_function(*arguments)
 
-    monkeypatch.setattr(stage, "make_coupled_samples", beside)
+    monkeypatch.setattr(stage, "make_coupled_samples", make_samples_after_second_run)
     reports.append(augment("made", cfg, runs))
     assert reports[0] == reports[1]
     assert reports[0].pairs == Counter(train=2)
     assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
-    assert not list((tmp_path / "runs").glob("augment-*")), "what was unpacked is gone"
+    assert not list((tmp_path / "runs").glob("augment-*")), "the unpacked images are removed"
 
 
 SOURCE = {"reader": "minichange", "root": "data/01_raw/minichange"}
-MADE = {"kind": "edits", "source": SOURCE, "root": "data/01_raw/made", "seed": 3, "edits": 2, "paraphrases": {}}
-MADE |= {"editor": {"kind": "drawn"}, "writer": {"kind": "grammar"}}
-INGESTED = {"reader": "pairs", "root": "data/01_raw/made", "options": {"manifest": "pairs.jsonl"}}
+MADE_ENTRY = {"kind": "edits", "source": SOURCE, "root": "data/01_raw/made", "seed": 3, "edits": 2, "paraphrases": {}}
+MADE_ENTRY |= {"editor": {"kind": "drawn"}, "writer": {"kind": "grammar"}}
+INGEST_ENTRY = {"reader": "pairs", "root": "data/01_raw/made", "options": {"manifest": "pairs.jsonl"}}
 LATER = ["ingest@made", "validate", "convert", "train", "predict", "evaluate"]
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     root = toy.build(tmp_path / "toy")
-    set_params(root, "augment.made", MADE)
-    set_params(root, "ingest.datasets.made", INGESTED)
+    set_params(root, "augment.made", MADE_ENTRY)
+    set_params(root, "ingest.datasets.made", INGEST_ENTRY)
     return root
 
 
-def ran(root: Path, place: str | None = None, value: Any = None) -> list[str]:
-    """The stages that run, after a change of params.yaml where one is named."""
-    if place:
+def run_stages(root: Path, parameter: str | None = None, value: Any = None) -> list[str]:
+    """Set a parameter if one is given, run the pipeline, and return the stages that ran."""
+    if parameter:
         assert toy.status(root) == {}
-        set_params(root, place, value)
+        set_params(root, parameter, value)
     return re.findall(r"Running stage '(.+)'", toy.run(root, "dvc", "repro"))
 
 
 @pytest.mark.slow(30)
 def test_a_made_dataset_follows_its_source_and_its_entry(project):
-    order = ran(project)
+    order = run_stages(project)
     assert order.index("synthesize@minichange") < order.index("augment@made") < order.index("ingest@made")
     outs = yaml.safe_load((project / "dvc.lock").read_text())["stages"]["augment@made"]["outs"]
     assert {"data/01_raw/made.json": "md5"}.items() <= {out["path"]: out["hash"] for out in outs}.items()
-    assert ran(project, "augment.made.edits", 3) == ["code", "augment@made"], "what it made is the same"
-    assert ran(project, "augment.made.seed", 4) == ["code", "augment@made", *LATER]
-    again = ran(project, "synthesize.minichange.seed", 4)
+    assert run_stages(project, "augment.made.edits", 3) == ["code", "augment@made"], "the dataset is the same"
+    assert run_stages(project, "augment.made.seed", 4) == ["code", "augment@made", *LATER]
+    again = run_stages(project, "synthesize.minichange.seed", 4)
     assert "augment@made" in again
     assert "ingest@made" not in again, "the source has the same splits, so what is made is the same"
     (project / "data/01_raw/note.txt").write_text("no part of it")
@@ -391,8 +412,8 @@ def test_the_documented_entry_is_valid_and_the_profile_makes_one_of_each_kind(tm
     assert entry.edits == 8
     assert entry.paraphrases == {"val": 4}
     assert entry.source.splits == ("val",)
-    made = load_params(REPOSITORY / "profiles" / "made-data.yaml").augment
-    assert [entry.kind for entry in made.values()] == ["edits", "neighbours", "coupled_samples"]
-    assert all(f"`{name}`" in PAGE for name in made)
+    entries = load_params(REPOSITORY / "profiles" / "made-data.yaml").augment
+    assert [entry.kind for entry in entries.values()] == ["edits", "neighbours", "coupled_samples"]
+    assert all(f"`{name}`" in PAGE for name in entries)
     for block in BLOCKS[1:]:
         assert RawSource.model_validate(block["source"]).options["columns"]["captions"] in ("conversations", "caption")

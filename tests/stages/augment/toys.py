@@ -1,4 +1,4 @@
-"""A small MiniChange, entries of the section `augment` over it, parts that need no weights, and tiny models."""
+"""A small MiniChange dataset, entries of the section `augment`, fake editors and writers, and tiny models."""
 
 import json
 import string
@@ -16,7 +16,7 @@ from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.params import AnySyntheticDataset
 from m3diff.stages.augment.stage import Original
-from m3diff.stages.augment.writers import Written
+from m3diff.stages.augment.writers import WriterOutput
 from tests.scoring import bench
 from tests.toy import REPOSITORY
 
@@ -39,12 +39,12 @@ def draw(root: Path, **changes: Any) -> Path:
 
 
 def entry(kind: str, source: Path, root: Path, /, **changes: Any) -> Any:
-    """An entry of the section, typed."""
+    """Return a validated entry of the section `augment`."""
     values = {"kind": kind, "source": {"reader": "minichange", "root": source}, "root": root, "seed": 3}
     return TypeAdapter(AnySyntheticDataset).validate_python(values | KINDS[kind] | changes)
 
 
-def edits(source: Path, root: Path, /, **changes: Any) -> Any:
+def edits_entry(source: Path, root: Path, /, **changes: Any) -> Any:
     return entry("edits", source, root, **changes)
 
 
@@ -53,7 +53,10 @@ def compute(scratch: Path) -> Compute:
 
 
 class ToyEditor:
-    """Paints the seed or `paint`; refuses instructions with `refuses` in them, shows the original for `same`."""
+    """Paints an image in a colour that depends on the seed, or in the colour `paint`.
+
+    It refuses instructions that contain `refuses`, and returns the original for instructions that contain `same`.
+    """
 
     identity = "toy"
 
@@ -74,7 +77,7 @@ class ToyEditor:
 
 
 class ToyWriter:
-    """Numbered texts; of facts with a word in `short` one fewer than asked for."""
+    """Writes numbered texts. For facts that contain `short`, it writes one text fewer than requested."""
 
     identity = "toy"
 
@@ -82,18 +85,19 @@ class ToyWriter:
         self.short = short
         self.calls = []
 
-    def write(self, task, facts, n) -> list[Written]:
+    def write(self, task, facts, n) -> list[WriterOutput]:
         self.calls += [(task, dict(entry), n) for entry in facts]
-        return [self.of(task, entry, n) for entry in facts]
+        return [self.numbered_texts(task, entry, n) for entry in facts]
 
-    def of(self, task, facts, n) -> Written:
-        fewer = any(self.short in text for text in facts.values())
-        texts = [f"{task} {number}: {' / '.join(facts.values())}" for number in range(n - fewer)]
-        return Written(tuple(texts), Counter({"refused": 1} if fewer else {}))
+    def numbered_texts(self, task, facts, n) -> WriterOutput:
+        is_short = any(self.short in text for text in facts.values())
+        count = n - 1 if is_short else n
+        texts = [f"{task} {number}: {' / '.join(facts.values())}" for number in range(count)]
+        return WriterOutput(tuple(texts), Counter({"refused": 1} if is_short else {}))
 
 
 class ToyFeatures:
-    """Directions in a plane: an image's angle in degrees is its name's number."""
+    """Returns directions in a plane. The name of an image is its angle in degrees."""
 
     identity = "toy"
 
@@ -109,7 +113,7 @@ def original(folder: Path, name: str, text: str, split: Any = "train", caption: 
     return Original(name, split, f"scene {name}", image, f"digest of {name}", text, ["color"], caption)
 
 
-def captioned(number: float, caption: str, split: Any = "train", scene: str | None = None) -> Original:
+def captioned_image(number: float, caption: str, split: Any = "train", scene: str | None = None) -> Original:
     return Original(f"n{number}", split, scene or f"s{number}", Path(f"{number}.png"), f"d{number}", caption)
 
 
@@ -137,7 +141,7 @@ def siglip(folder: Path) -> Path:
 
 
 def instruct_pix2pix(folder: Path) -> Path:
-    """The true pipeline's parts from their configurations, 160 kB in all, without a safety checker."""
+    """Write a pipeline with tiny random parts (160 kB) and without a safety checker."""
     from diffusers import AutoencoderKL, EulerAncestralDiscreteScheduler, UNet2DConditionModel
     from diffusers import StableDiffusionInstructPix2PixPipeline as Pipeline
     from transformers import CLIPTextConfig, CLIPTextModel
@@ -164,7 +168,7 @@ def instruct_pix2pix(folder: Path) -> Path:
 
 
 def tokenizer(folder: Path) -> object:
-    """CLIP's, of single letters."""
+    """Write a tokenizer of CLIP whose tokens are single letters."""
     from transformers import CLIPTokenizer
 
     folder.mkdir()
@@ -172,7 +176,7 @@ def tokenizer(folder: Path) -> object:
     pieces = [*ends, *string.ascii_lowercase, *(f"{letter}</w>" for letter in string.ascii_lowercase)]
     (folder / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(pieces)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    known = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": ends[0]}
-    known |= dict.fromkeys(("eos_token", "unk_token", "pad_token"), ends[1])
-    (folder / "tokenizer_config.json").write_text(json.dumps(known))
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "bos_token": ends[0]}
+    config |= dict.fromkeys(("eos_token", "unk_token", "pad_token"), ends[1])
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return CLIPTokenizer.from_pretrained(str(folder))

@@ -1,4 +1,4 @@
-"""Clean records as samples: every choice follows from seed and id; nothing but what the report counts is left out."""
+"""The stage `convert`: every draw depends only on seed and id, and the report counts everything that is left out."""
 
 import hashlib
 from pathlib import Path
@@ -29,12 +29,14 @@ def record(name: str, split: str = "train", references: tuple[str, ...] = ("it m
 
 
 def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, ConvertReport]:
-    """Convert records; the samples of all splits in the shards' order, and the report."""
+    """Convert records. Return the samples of all splits in the order of the shards, and the report."""
     (folder / "clean").mkdir(exist_ok=True)
     pq.write_table(pa.Table.from_pylist(records, schema=RECORD_SCHEMA), folder / "clean/records.parquet")
     names = dict.fromkeys(record["dataset"] for record in records)
-    trained = {"tested": {"train_on": ()}}  # fields of the entry of this name
-    entries = {name: make_entry(READERS.get(name, "pairs"), folder, **trained.get(name, {})) for name in names}
+    entries = {}
+    for name in names:
+        fields = {"train_on": ()} if name == "tested" else {}
+        entries[name] = make_entry(READERS.get(name, "pairs"), folder, **fields)
     report = convert(Convert.model_validate(LIMITS | changes), entries, folder / "clean", folder / "mixture")
     frames = split_frames(folder / "mixture")
     assert all((frame["split"] == split).all() for split, frame in frames.items())
@@ -53,9 +55,12 @@ def split_frames(mixture: Path) -> dict[str, pl.DataFrame]:
 
 
 def mixed(count: int, *splits: str) -> list[dict]:
-    """Records of these splits by turns, with ids of their own."""
-    records = [record(str(n), split) for n in range(count) for split in splits]
-    return [each | {"id": f"d/{number}"} for number, each in enumerate(records)]
+    """Return `count` records per split. The splits alternate, and the ids are numbered."""
+    records = []
+    for index in range(count):
+        for split in splits:
+            records.append(record(str(index), split) | {"id": f"d/{len(records)}"})
+    return records
 
 
 SOURCES = {
@@ -78,14 +83,15 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     samples, report = run(tmp_path, records, references_per_pair=2, sources=SOURCES)
     half = report.datasets["half"].pairs["train"]
     assert 10 < half < 38
-    found = {name: (of.pairs["train"], of.samples["train"]) for name, of in report.datasets.items()}
+    counts = {name: (count.pairs["train"], count.samples["train"]) for name, count in report.datasets.items()}
     plain = {"few": (7, 14), "edits": (60, 120), "birds": (60, 120), "none": (0, 0), "nothing": (0, 0)}
     weighted = {"half": (half, 2 * half), "twice": (60, 120), "joined": (60, 120), "all": (60, 240), "three": (60, 180)}
-    assert found == plain | weighted
-    left = {name: of.left_out for name, of in report.datasets.items()}
-    over_cap = {name: left[name]["references_over_cap"] for name in ("all", "three", "twice", "joined")}
+    assert counts == plain | weighted
+    omissions = {name: count.left_out for name, count in report.datasets.items()}
+    over_cap = {name: omissions[name]["references_over_cap"] for name in ("all", "three", "twice", "joined")}
     assert over_cap == {"all": 0, "three": 60, "twice": 360, "joined": 0}
-    not_sampled = {name: of["pairs_not_sampled"] for name, of in left.items() if of["pairs_not_sampled"]}
+    not_sampled = {name: omission["pairs_not_sampled"] for name, omission in omissions.items()}
+    not_sampled = {name: pairs for name, pairs in not_sampled.items() if pairs}
     assert not_sampled == {"half": 60 - half, "few": 53, "none": 60, "nothing": 60}
     assert samples.filter(dataset="joined")["reference"].to_list() == ["It fell. a b. c. d..."] * 120
     assert samples.filter(pair="joined/0")["id"].sort().to_list() == ["joined/0#0", "joined/0#0x1"]
@@ -93,18 +99,18 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     for name, task in (("half", "edit"), ("edits", "edit"), ("joined", "detail"), ("all", "difference")):
         assert set(samples.filter(dataset=name)["question"]) == set(questions[task]), name
     lowest = sorted((f"few/{n}" for n in range(count)), key=lambda name: plain_bits(7, name, MAX_PAIRS))[:7]
-    assert set(samples.filter(dataset="few")["pair"]) == set(lowest), "those of the lowest numbers"
+    assert set(samples.filter(dataset="few")["pair"]) == set(lowest), "the pairs with the lowest random numbers"
 
 
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
     _, report = run(tmp_path, [record("a", dataset=name) for name in PAPER_DATASETS])
     assert report.published["clevr_dc"] == {"train": (40_800, None), "train_val": (43_200, None)}
-    assert sum(given["train_val"][0] for given in report.published.values()) == 145_377
+    assert sum(counts["train_val"][0] for counts in report.published.values()) == 145_377
     assert run(tmp_path, [record("a", dataset="iedit")])[1].published == {}
 
 
 def plain_bits(seed: int, name: str, *numbers: int) -> int:
-    """What `random_bits` promises, in whole numbers of Python: blake2b keyed by the seed, then splitmix64's steps."""
+    """Compute `random_bits` with Python's integers: BLAKE2b with the seed as its key, then the steps of splitmix64."""
     mask = 2**64 - 1
     z = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8, key=str(seed).encode()).digest(), "little")
     for number in numbers:
@@ -123,7 +129,7 @@ QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)  # 
 
 
 def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
-    """Questions, kept no-change pairs, second uses, order and references, each computed by hand from the definition."""
+    """The test computes questions, pairs without a change, copies, order and references from their definitions."""
     names = [f"d/{n}" for n in range(40)]
     records = [record(str(n), references=tuple("abcde"), types=(NO_CHANGE,) if n % 2 else ()) for n in range(40)]
     settings = {"seed": 3, "references_per_pair": 2, "no_change_share": 0.4, "sources": {"d": {"weight": 1.3}}}
@@ -138,9 +144,11 @@ def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
     expected = []
     for _, name, copy in sorted(uses):
         question = questions[plain_bits(3, name, QUESTION) % len(questions)]
-        by_bits = sorted(range(5), key=lambda k, name=name, copy=copy: plain_bits(3, name, REFERENCE, k + 2**32 * copy))
-        for k in sorted(by_bits[:2]):
-            expected.append((f"{name}#{k}" + ("x1" if copy else ""), name, question, "abcde"[k]))
+        bits = [plain_bits(3, name, REFERENCE, number + 2**32 * copy) for number in range(5)]
+        sampled_numbers = sorted(range(5), key=lambda number, bits=bits: bits[number])[:2]
+        for number in sorted(sampled_numbers):
+            suffix = "x1" if copy else ""
+            expected.append((f"{name}#{number}{suffix}", name, question, "abcde"[number]))
     assert samples.select("id", "pair", "question", "reference").rows() == expected
     assert any(name.endswith("x1") for name in samples["id"])
     assert len(expected) < 2 * 1.3 * 40
@@ -150,18 +158,18 @@ def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
 
 def test_a_sample_has_every_field_of_its_record(tmp_path):
     samples, _ = run(tmp_path, [record("a", "val", ("x", "y"))])
-    first, second = samples.rows(named=True)
-    given = record("a", "val")
-    fields = {name: given[name] for name in SAMPLE_SCHEMA.names if name in given} | {"id": "d/a#0", "pair": "d/a"}
-    assert first == fields | {"question": load_questions(QUESTIONS)["difference"][0], "reference": "x"}
-    assert second == first | {"id": "d/a#1", "reference": "y"}
+    sample_of_x, sample_of_y = samples.rows(named=True)
+    values = record("a", "val")
+    fields = {name: values[name] for name in SAMPLE_SCHEMA.names if name in values} | {"id": "d/a#0", "pair": "d/a"}
+    assert sample_of_x == fields | {"question": load_questions(QUESTIONS)["difference"][0], "reference": "x"}
+    assert sample_of_y == sample_of_x | {"id": "d/a#1", "reference": "y"}
 
 
 def test_evaluation_asks_the_first_question_in_the_records_order(tmp_path):
     samples, _ = run(tmp_path, mixed(9, "test", "val"), sources={"d": {"max_pairs": 0, "weight": 0}})
     frames = split_frames(tmp_path / "mixture")
-    for split, first in (("test", 0), ("val", 1)):
-        assert frames[split]["pair"].to_list() == [f"d/{n}" for n in range(first, 18, 2)]
+    for split, start in (("test", 0), ("val", 1)):
+        assert frames[split]["pair"].to_list() == [f"d/{n}" for n in range(start, 18, 2)]
     assert samples["question"].unique().to_list() == [load_questions(QUESTIONS)["difference"][0]]
 
 
@@ -177,14 +185,26 @@ def test_every_count_of_the_report(tmp_path):
     sources = {"joined": {"samples": "joined"}}
     _, report = run(tmp_path, records, references_per_pair=2, no_change_share=0.0, sources=sources)
     kinds = ("pairs_not_sampled", "pairs_without_reference", "empty_references", "repeated_references")
-    one = dict.fromkeys((*kinds, "references_over_cap"), 1)
-    tested = {"val": 1, "test": 1}
-    joined = {"train": 1, "val": 0, "test": 0}
-    d = {"pairs": {"train": 1, **tested}, "samples": {"train": 2, "val": 1, "test": 3}}
-    counts = {"pairs": {"train": 2, **tested}, "samples": {"train": 3, "val": 1, "test": 3}, "published": {}}
-    of = {"d": d | {"left_out": one | {"empty_references": 4}}}
-    of["joined"] = {"pairs": joined, "samples": joined, "left_out": dict.fromkeys(one, 0)}
-    assert report.model_dump() == {"stage": "convert", "rows_in": 6, "rows_out": 7, "datasets": of} | counts
+    reasons = (*kinds, "references_over_cap")
+    counts_of_d = {
+        "pairs": {"train": 1, "val": 1, "test": 1},
+        "samples": {"train": 2, "val": 1, "test": 3},
+        "left_out": dict.fromkeys(reasons, 1) | {"empty_references": 4},
+    }
+    counts_of_joined = {
+        "pairs": {"train": 1, "val": 0, "test": 0},
+        "samples": {"train": 1, "val": 0, "test": 0},
+        "left_out": dict.fromkeys(reasons, 0),
+    }
+    assert report.model_dump() == {
+        "stage": "convert",
+        "rows_in": 6,
+        "rows_out": 7,
+        "pairs": {"train": 2, "val": 1, "test": 1},
+        "samples": {"train": 3, "val": 1, "test": 3},
+        "datasets": {"d": counts_of_d, "joined": counts_of_joined},
+        "published": {},
+    }
     assert ConvertReport.model_validate_json((tmp_path / "mixture/report.json").read_text()) == report
 
 
@@ -198,11 +218,14 @@ def test_every_split_has_a_folder_and_old_shards_do_not_survive(tmp_path):
 
 def test_a_dataset_that_is_only_tested_changes_no_byte_of_what_trains(tmp_path):
     records = mixed(20, *SPLITS)
-    trained = []
-    for more in ([], [record(f"{n}{split}", split, dataset="tested") for n in range(5) for split in SPLITS]):
-        run(tmp_path, more + records)
-        trained.append([(tmp_path / f"mixture/{split}/00000.parquet").read_bytes() for split in ("train", "val")])
-    assert trained[0][0] == trained[1][0]
+    tested_records = []
+    for number in range(5):
+        tested_records += [record(f"{number}{split}", split, dataset="tested") for split in SPLITS]
+    shard = tmp_path / "mixture/train/00000.parquet"
+    run(tmp_path, records)
+    shard_without_tested_records = shard.read_bytes()
+    run(tmp_path, tested_records + records)
+    assert shard.read_bytes() == shard_without_tested_records
 
 
 def test_shards_hold_whole_pairs_and_about_as_many_samples_as_asked(tmp_path, monkeypatch):
@@ -248,15 +271,15 @@ def test_records_of_other_datasets_or_programs_are_refused(tmp_path, damage, cod
 
 
 @pytest.mark.parametrize(
-    "given",
+    "section",
     [{"references_per_pair": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}]
     + [{"sources": {"d": fault}} for fault in ({"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1})],
 )
-def test_a_section_that_means_nothing_is_refused(given):
+def test_a_section_that_means_nothing_is_refused(section):
     Convert.model_validate(LIMITS)
-    (field,) = given["sources"]["d"] if "sources" in given else given
+    (field,) = section["sources"]["d"] if "sources" in section else section
     with pytest.raises(ValueError, match=field):
-        Convert.model_validate(LIMITS | given)
+        Convert.model_validate(LIMITS | section)
 
 
 def test_a_mixture_without_test_pairs_of_the_gates_dataset_is_refused(tmp_path):

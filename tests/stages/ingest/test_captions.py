@@ -1,4 +1,4 @@
-"""Captions that no person wrote are counted by kind; what people write has no mark."""
+"""Captions that were probably not written by a person are counted by kind. Ordinary captions are not counted."""
 
 from typing import get_args
 
@@ -7,7 +7,7 @@ import pytest
 
 from m3diff.datasets import pairs
 from m3diff.datasets.odd_captions import ODD_KINDS
-from m3diff.datasets.placeholders import says_nothing
+from m3diff.datasets.placeholders import is_placeholder
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.scoring.marks import DATA_MARKS, SUSPECT, mark_of
@@ -103,12 +103,12 @@ def test_a_caption_that_no_person_wrote_has_its_kind(kind, text):
 @pytest.mark.parametrize("text", ORDINARY)
 def test_a_caption_of_a_person_has_no_mark(text):
     assert mark_of(text) is None
-    assert not says_nothing(text)
+    assert not is_placeholder(text)
 
 
 @pytest.mark.parametrize("text", PLACEHOLDERS)
 def test_a_placeholder_says_nothing(text):
-    assert says_nothing(text)
+    assert is_placeholder(text)
 
 
 def test_every_kind_can_be_confirmed_and_has_a_remedy():

@@ -43,8 +43,8 @@ def sha256(path: Path | str) -> bytes:
 
 def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
     run_ingest(raw)
-    first, second = records_of(raw.parent)[:2]
-    assert first == {
+    record, record_of_distractor = records_of(raw.parent)[:2]
+    assert record == {
         **{"id": "mini/000003.png", "dataset": "mini", "scene": "mini/000003", "split": "train", "own_split": "train"},
         "before": f"{raw}/images/CLEVR_default_000003.png",
         "after": f"{raw}/sc_images/CLEVR_semantic_000003.png",
@@ -55,8 +55,8 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
         "source": "change_captions.json, CLEVR_default_000003.png",
         "fault": None,
     }
-    assert second["id"] == "mini/000003.png_n"
-    assert second["after"] == f"{raw}/nsc_images/CLEVR_nonsemantic_000003.png"
+    assert record_of_distractor["id"] == "mini/000003.png_n"
+    assert record_of_distractor["after"] == f"{raw}/nsc_images/CLEVR_nonsemantic_000003.png"
 
 
 def test_splits_that_train_become_train_and_a_scene_without_split_is_a_fault(raw):
@@ -82,13 +82,15 @@ def test_an_image_too_large_to_decode_is_hashed_all_the_same(raw, monkeypatch):
 
 def test_the_folder_of_a_dataset_is_emptied_and_those_of_others_are_kept(raw):
     run_ingest(raw, name="other")
-    others = outputs(raw.parent)
+    outputs_of_other = outputs(raw.parent)
     old = raw.parent / "records/mini/old.parquet"
     old.parent.mkdir()
     old.write_bytes(b"old")
     run_ingest(raw)
-    assert sorted(outputs(raw.parent).keys() - others.keys()) == ["records/mini.json", "records/mini/records.parquet"]
-    assert {name: data for name, data in outputs(raw.parent).items() if name in others} == others
+    all_outputs = outputs(raw.parent)
+    new_names = all_outputs.keys() - outputs_of_other.keys()
+    assert sorted(new_names) == ["records/mini.json", "records/mini/records.parquet"]
+    assert {name: all_outputs[name] for name in outputs_of_other} == outputs_of_other
 
 
 def test_an_image_that_cannot_be_read_has_no_digest_and_a_bad_one_has(raw):
@@ -118,13 +120,13 @@ def test_the_report_counts_what_the_dataset_gave(tmp_path):
 
 def test_the_image_cache_changes_no_byte(raw):
     run_ingest(raw)
-    first = outputs(raw.parent)
+    outputs_without_cache = outputs(raw.parent)
     shutil.copytree(raw, raw.parent / "copy")
     raw.rename(raw.parent / "moved")
     (raw.parent / "copy").rename(raw)  # equal files with other inodes and times
     for _ in range(2):
         run_ingest(raw)
-        assert outputs(raw.parent) == first
+        assert outputs(raw.parent) == outputs_without_cache
         (raw.parent / "image_cache.parquet").unlink()
 
 
@@ -137,12 +139,12 @@ def test_a_dataset_with_a_grammar_has_it_beside_its_records(raw):
 
 
 def row(**fields) -> Row:
-    sound = Row("a", "train", "s", "x.png", "y.png", ["it fell"], [], "file, row 1")
-    return sound._replace(**fields)
+    usable_row = Row("a", "train", "s", "x.png", "y.png", ["it fell"], [], "file, row 1")
+    return usable_row._replace(**fields)
 
 
 def unusable(field: str, path: str) -> Message:
-    """The fault of the path of an image, whatever is wrong with it."""
+    """Return the fault of an image path, with any cause."""
     return Message("ingest.unusable_image_path", key=field, value=describe(path))
 
 
@@ -221,9 +223,13 @@ def chat(root: Path, *befores: str) -> dict[str, Any]:
 
 
 def parquet(root: Path, *befores: str) -> dict[str, Any]:
-    before, after = ([{"bytes": None, "path": path} for path in paths] for paths in (befores, ["x.png"] * len(befores)))
-    found = {"before": before, "after": after, "captions": ["it fell"] * len(befores)}
-    pq.write_table(pa.table(found | {"split": ["test"] * len(befores)}), root / "a.parquet")
+    columns = {
+        "before": [{"bytes": None, "path": path} for path in befores],
+        "after": [{"bytes": None, "path": "x.png"}] * len(befores),
+        "captions": ["it fell"] * len(befores),
+        "split": ["test"] * len(befores),
+    }
+    pq.write_table(pa.table(columns), root / "a.parquet")
     return {"manifest": "a.parquet"}
 
 
@@ -239,15 +245,15 @@ def test_a_path_out_of_the_root_is_a_fault_of_its_row_in_every_table(manifest, t
     save_picture(images / "o.png", 2)
     options = manifest(root, *(path.format(images=images) for path in REFUSED))
     run_ingest(root, "pairs", "mine", **options)
-    for found, path in zip(records_of(tmp_path, "mine"), REFUSED, strict=True):
-        named_path = path.format(images=images)
-        assert found["before"] is found["before_sha256"] is None, path
-        assert found["fault"] == unusable("before", named_path), path
-        assert str(fault_of_path(named_path, root)) in found["fault"], path
+    for record, path in zip(records_of(tmp_path, "mine"), REFUSED, strict=True):
+        path_in_table = path.format(images=images)
+        assert record["before"] is record["before_sha256"] is None, path
+        assert record["fault"] == unusable("before", path_in_table), path
+        assert str(fault_of_path(path_in_table, root)) in record["fault"], path
 
 
-@pytest.mark.parametrize("named", ["../images/o.png", "../images/a/../o.png", "{images}/o.png"])
-def test_the_entry_opens_another_folder_for_images_and_no_third(named, tmp_path):
+@pytest.mark.parametrize("path_in_image_root", ["../images/o.png", "../images/a/../o.png", "{images}/o.png"])
+def test_the_entry_opens_another_folder_for_images_and_no_third(path_in_image_root, tmp_path):
     root = tmp_path / "root"
     images = tmp_path / "images"
     save_picture(root / "x.png", 1)
@@ -255,17 +261,17 @@ def test_the_entry_opens_another_folder_for_images_and_no_third(named, tmp_path)
     save_picture(images / "o.png", 3)
     (images / "link.png").symlink_to(outside)
     (root / "into.png").symlink_to(images / "o.png")
-    faults = {named: None, "into.png": None}
+    faults = {path_in_image_root: None, "into.png": None}
     for path in ("../third/t.png", "../images/../third/t.png"):
         faults[path] = unusable("before", path)
     faults["../images/link.png"] = Message("ingest.link_out_of_root", key="before", path=images / "link.png")
     table(root, *(path.format(images=images) for path in faults))
     run_ingest(root, "pairs", "mine", image_root=f"{images}/../images")
-    for found, (path, fault) in zip(records_of(tmp_path, "mine"), faults.items(), strict=True):
-        assert (found["fault"] is None) == (fault is None), (path, found["fault"])
-        assert fault is None or fault == found["fault"]
-        assert (found["before_sha256"] is None) == (fault is not None)
-        assert found["after"] == f"{root}/x.png"
+    for record, (path, fault) in zip(records_of(tmp_path, "mine"), faults.items(), strict=True):
+        assert (record["fault"] is None) == (fault is None), path
+        assert fault is None or fault == record["fault"]
+        assert (record["before_sha256"] is None) == (fault is not None)
+        assert record["after"] == f"{root}/x.png"
 
 
 @pytest.mark.fault("31")

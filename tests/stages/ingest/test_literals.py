@@ -1,4 +1,4 @@
-"""Captions that are literals of Python in themselves: refused with their row, and sentences that only look like one."""
+"""Captions that are Python literals are refused with their row. Sentences that look like literals are accepted."""
 
 import json
 import re

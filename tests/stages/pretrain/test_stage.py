@@ -24,7 +24,7 @@ from transformers.utils import is_torchvision_available
 
 from m3diff.datasets.minichange.language import describe_scene, describe_things
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import COLORS, KINDS, LEVELS, PLACES, Level, Mark, Scene, Thing, View
+from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACE_NAMES, SAMPLERS, Level, Mark, Scene, Thing, View
 from m3diff.models import FAMILIES
 from m3diff.settings.load import load_params
 from m3diff.stages.pretrain import params, stage
@@ -97,7 +97,7 @@ def test_a_small_run_is_a_llava_onevision_that_learns_and_is_reproducible(tmp_pa
     weights = {"config.json", "generation_config.json", "model.safetensors", "recipe.json", "training_log.csv"}
     assert {path.name for path in folder.iterdir()} == tokens | processors | weights
     model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder)
-    picture = render(LEVELS["grid"].sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
+    picture = render(SAMPLERS["grid"].sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
     inputs = pair_inputs(FAMILIES["m3diff"].load_processor(folder), [(picture, picture)], [QUESTIONS[0]])
     assert inputs["pixel_values"].shape == (2, 3, 24, 24)
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 2 * (9 + 1)
@@ -219,7 +219,7 @@ def model(base: Blip2Base) -> Any:
 @pytest.fixture(scope="module")
 def pictures(base: Blip2Base) -> np.ndarray:
     rng = np.random.default_rng(0)
-    return np.stack([base.prepare_image(render(LEVELS["grid"].sample_scene(rng), 64, rng)) for _ in range(4)])
+    return np.stack([base.prepare_image(render(SAMPLERS["grid"].sample_scene(rng), 64, rng)) for _ in range(4)])
 
 
 def test_the_blip2_computes_as_the_llm_and_encoder_that_it_takes_over(base, model):
@@ -308,10 +308,10 @@ def test_the_blip2_recipes_differ_only_in_stacking_and_made_the_bases_on_disk(na
 
 def scenes(count: int, seed: int, level: Level = "grid") -> list[Scene]:
     rng = np.random.default_rng(seed)
-    return [LEVELS[level].sample_scene(rng) for _ in range(count)]
+    return [SAMPLERS[level].sample_scene(rng) for _ in range(count)]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", SAMPLERS)
 @pytest.mark.parametrize("image_count", [1, 2])
 def test_the_answer_names_the_object_in_question_and_its_place_or_nothing(image_count, level):
     rng = np.random.default_rng(0)
@@ -320,7 +320,7 @@ def test_the_answer_names_the_object_in_question_and_its_place_or_nothing(image_
         sample_scenes = scenes(image_count, seed, level)
         objects = []  # such as `top left a small red box`
         for scene in sample_scenes:
-            objects += [f"{PLACES[cell]} {text}" for cell, text in describe_things(scene)]
+            objects += [f"{PLACE_NAMES[cell]} {text}" for cell, text in describe_things(scene)]
         question, answer = ask_for_objects(rng, sample_scenes)
         appearances = question.removeprefix("Describe the ").removesuffix(".").split(", the ")
         answers = answer.split(", ")
@@ -352,7 +352,7 @@ def test_a_curriculum_of_fewer_tasks_keeps_their_order():
     assert names == [*TASKS[:5], "asked for in two", "side by side", "sentence"]
     tasks = make_curriculum(("grid",), ("image", "asked for", "sentence"))
     assert [(task.name, task.image_count) for task in tasks] == [("image", 1), ("asked for", 1), ("sentence", 0)]
-    assert get_args(params.Level) == tuple(LEVELS)
+    assert get_args(params.Level) == tuple(SAMPLERS)
 
 
 def test_an_object_covers_its_square_and_moves_with_the_camera():
@@ -378,7 +378,7 @@ def test_an_object_covers_its_square_and_moves_with_the_camera():
 def test_the_classes_lie_where_the_picture_shows_the_objects(level):
     """Inside an object, the picture has the object's colours and not the table's."""
     rng = np.random.default_rng(5)
-    scene = LEVELS[level].sample_scene(rng)
+    scene = SAMPLERS[level].sample_scene(rng)
     scene = replace(scene, view=replace(scene.view, brightness=1.0, noise=0.0))
     picture = np.asarray(render(scene, 128, rng), dtype=float)
     empty_picture = np.asarray(render(replace(scene, things=(), marks=()), 128, rng), dtype=float)
