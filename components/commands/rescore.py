@@ -26,7 +26,7 @@ from m3diff.registry.model_source import Source, find
 from m3diff.registry.promote import CannotScoreAgain
 from m3diff.registry.versions import SCORES, download_checkpoint, find_version, run_of, scored_again, tested_on
 from m3diff.scoring.metrics.java import ScorerFailed
-from m3diff.scoring.results import EvaluateReport, headline
+from m3diff.scoring.results import EvaluateReport, headline_scores
 from m3diff.settings.tree import Params
 
 Headline = dict[str, dict[str, float]]
@@ -110,7 +110,7 @@ def score_model(params: Params, model: str, base: Path, out: Path | None = None)
             version = find_version(client, cfg.model_name, source.name.rpartition("/")[2])
             if tested_on(version) != test_set:
                 keep_scores(client, version, test_set, evaluated)
-    return evaluated, headline(report)
+    return evaluated, headline_scores(report)
 
 
 def score(params: Params, source: Source, out: Path) -> EvaluateReport:

@@ -33,7 +33,7 @@ from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.pairs import list_ids, read_test_records
 from m3diff.scoring.protocols import load_specs, select_protocols
 from m3diff.scoring.published import published_rows
-from m3diff.scoring.results import EvaluateReport, headline
+from m3diff.scoring.results import EvaluateReport, headline_scores
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
@@ -119,12 +119,12 @@ class ZeroShotResult(NamedTuple):
             for kind, ids in self.captioned.without_caption.items()
             if ids
         ]
-        for protocol, headline_scores in headline(self.scored).items():
+        for protocol, main_scores in headline_scores(self.scored).items():
             protocol_scores = self.scored.protocols[protocol]
             coverage = ""
             if protocol_scores.is_partial:
                 coverage = f" ({protocol_scores.pairs:,} of {protocol_scores.published_pairs:,} pairs)"
-            lines.append(f"{protocol}{coverage}, times 100: {format_scores(headline_scores)}")
+            lines.append(f"{protocol}{coverage}, times 100: {format_scores(main_scores)}")
             dataset = protocol.partition("/")[0]
             for row in published_rows(dataset):
                 if row.method in ZERO_SHOT_METHODS:

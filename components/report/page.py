@@ -32,7 +32,7 @@ from m3diff.report.templates import templates
 from m3diff.report.verdict import verdict_of
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import ParsedCaption, type_order
-from m3diff.scoring.metrics import BY_CHARACTERS, Metric, PairValue
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
 from m3diff.scoring.protocols import ProtocolPairs, headline_protocols
 from m3diff.scoring.published import published_of
 from m3diff.scoring.results import EvaluateReport, ProtocolScores
@@ -119,6 +119,7 @@ def page_values(evidence: Evidence, images: Path, inside_mb: int) -> dict[str, A
         datasets=list(dict.fromkeys(protocol.dataset for protocol in evidence.protocols)),
         first=scores[main_protocol.name],
         columns=columns.headlines,
+        percentage_titles=percentage_titles(),
         overview=overview(scores, columns.headlines, descriptions, evidence.notes),
         parts=parts,
         published=[part for part in parts if part["published"] and part["is_headline"]],
@@ -133,6 +134,15 @@ def page_values(evidence: Evidence, images: Path, inside_mb: int) -> dict[str, A
         fewest_pairs=bootstrap.MIN_PAIRS,
         few_pairs=[name for name, values in scores.items() if values.pairs < bootstrap.MIN_PAIRS],
     )
+
+
+def percentage_titles() -> dict[str, str]:
+    """Return the scores that are shown as percentages at the top of the page, with their titles."""
+    titles = {}
+    for score, headline in HEADLINE_SCORES.items():
+        if headline.tile_title is not None:
+            titles[score] = headline.tile_title
+    return titles
 
 
 def judged_captions(evidence: Evidence, protocol: ProtocolPairs) -> list[ParsedCaption]:

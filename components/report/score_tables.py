@@ -14,26 +14,14 @@ from m3diff.report.tables import (
     in_papers_units,
     mark_best,
 )
+from m3diff.scoring.metrics import HEADLINE_SCORES
 from m3diff.scoring.published import PUBLISHED_SCORES, PublishedRow
-from m3diff.scoring.results import HEADLINE, EvaluateReport, ProtocolScores
+from m3diff.scoring.results import EvaluateReport, ProtocolScores
 
 EVERY_ID = ".*"  # regular expression of a protocol that does not select pairs by name
 GROUP_TITLES = {"change": "with a change", "multi_change": "with several changes", "distractors": "without a change"}
 # Columns of the table of change types: title -> name of the group's score
 ACCURACIES = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
-# Titles of the scores for comparing runs. A score that is not listed is shown by its name
-SCORE_TITLES = {
-    "CIDEr_shuffled": "CIDEr of the control: after-images shuffled",
-    "CIDEr_shuffled-char": "CIDEr-char of the control: after-images shuffled",
-    "change_type_accuracy": "one change: its type right, %",
-    "change_place_accuracy": "one change: type, object and place right, %",
-    "change_exact_accuracy": "one change: all of it right, %",
-    "multi_change_exact_f1": "several changes: F1 of those that are all right",
-    "no_change_recall": "pairs without a change: “nothing changed” said, %",
-    "false_no_change": "pairs with a change: “nothing changed” said, %",
-    "reversal": "images swapped: the inverse change named, %",
-    "pixel_window_auc": "change found by comparing pixels alone, area under the curve",
-}
 MARK_NOTES = {
     PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than papers score: not comparable with published figures.",
     UNIFORM_MARK: f"{UNIFORM_MARK} Pairs without a change share the same few references. CIDEr counts rare words, so "
@@ -94,12 +82,12 @@ def headline_table(report: EvaluateReport, headlines: Sequence[str]) -> Table:
     """
     protocols = [report.protocols[name] for name in headlines]
     rows = []
-    for score in HEADLINE:
+    for score, headline in HEADLINE_SCORES.items():
         cells = tuple(
             in_papers_units(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols
         )
         if any(cell.value is not None for cell in cells):
-            rows.append(TableRow(SCORE_TITLES.get(score, score), (), cells))
+            rows.append(TableRow(headline.report_title, (), cells))
     return Table("headline", ("Score", *headlines), rows)
 
 

@@ -18,8 +18,9 @@ from m3diff.report.score_tables import (
 )
 from m3diff.report.tables import Table, as_latex
 from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, headline_scores_by_metric
 from m3diff.scoring.published import published_rows
-from m3diff.scoring.results import ProtocolScores, headline
+from m3diff.scoring.results import ProtocolScores, headline_scores
 
 
 def scores(pairs: int = 4, of: int | None = None, groups: dict | None = None, **values: float | None) -> ProtocolScores:
@@ -150,6 +151,18 @@ def test_every_protocol_of_a_dataset_that_chooses_pairs_by_name_says_which_in_wo
 def test_every_score_of_the_terminal_has_a_row_in_words(toy: Evidence):
     """`make run` prints those of headline.json."""
     found = headline_table(toy.report, ["toy/test"])
-    printed = headline(toy.report)["toy/test"]
+    printed = headline_scores(toy.report)["toy/test"]
     assert [row.cells[0].text for row in found.rows] == [f"{round(value, 1):.1f}" for value in printed.values()]
     assert [row.name for row in found.rows if re.search(r"[a-z]_[a-z]", row.name)] == []
+
+
+def test_every_headline_score_belongs_to_its_metric():
+    scores_of_metrics = {name: METRICS[name].scores + METRICS[name].overall for name in METRICS}
+    for score, headline in HEADLINE_SCORES.items():
+        assert score.removesuffix(BY_CHARACTERS) in scores_of_metrics[headline.metric], score
+
+
+def test_the_model_card_and_mlflow_list_scores_in_the_order_of_the_metrics():
+    metrics = [headline.metric for headline in headline_scores_by_metric().values()]
+    assert list(dict.fromkeys(metrics)) == [name for name in METRICS if name in metrics]
+    assert list(headline_scores_by_metric())[:3] == ["CIDEr", "CIDEr_shuffled", "CIDEr-char"]

@@ -16,7 +16,7 @@ from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import parse_predictions
-from m3diff.scoring.metrics import BY_CHARACTERS, Metric, choose_metrics
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.notes import notes_of_texts
@@ -26,7 +26,8 @@ from m3diff.scoring.results import score_table
 from m3diff.scoring.run import compute_metrics, metrics_of_all
 
 LIMIT_S = 3600  # time limit of a Java scorer in seconds; SPICE gets more, depending on its captions
-CONTROL_SCORES = ("CIDEr_shuffled", "CIDEr_shuffled-char")  # not reported: a file of captions has no shuffled control
+# Scores that are not reported, because a file of captions has no captions of shuffled pairs
+CONTROL_SCORES = {name for name, headline in HEADLINE_SCORES.items() if headline.is_shuffled_control}
 
 
 def score(

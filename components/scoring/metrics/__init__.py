@@ -1,7 +1,8 @@
 """The list of all metrics, the types that describe a metric, and the inputs of metrics.
 
-To add a metric, write a file next to this one and add a line to METRICS. Importing this file is cheap because metrics
-import the packages they need inside `compute`.
+To add a metric, write a file next to this one and add a line to METRICS. To show its main score wherever runs are
+compared (in headline.json, the report, the model card and MLflow), add a line to HEADLINE_SCORES. Importing this file
+is cheap because metrics import the packages they need inside `compute`.
 """
 
 from abc import ABC, abstractmethod
@@ -205,6 +206,99 @@ METRICS: LazyMapping[Metric] = LazyMapping(
         "pixel_threshold": "m3diff.scoring.metrics.pixel_threshold",
     },
 )
+
+
+@dataclass(frozen=True)
+class HeadlineScore:
+    """A score for comparing runs, and its title in each output. An output leaves out a score whose title is None.
+
+    Attributes:
+        metric: name in METRICS of the metric that computes the score.
+        report_title: title of the row in the report's table of headline scores, which `make run` also prints.
+        tile_title: title of the percentage at the top of the report. The headline scores of metrics of captions are
+            shown there by name and need no title.
+        card_title: title of the row in the model card that `m3diff export --hub` writes.
+        registry_title: title of the row in the description of a registered version on MLflow's page.
+        is_shuffled_control: whether the score needs captions of shuffled pairs, which `m3diff score` does not have.
+    """
+
+    metric: str
+    report_title: str
+    tile_title: str | None = None
+    card_title: str | None = None
+    registry_title: str | None = None
+    is_shuffled_control: bool = False
+
+
+# Scores for comparing runs, in the order of headline.json and of the report
+HEADLINE_SCORES = {
+    "BLEU-4": HeadlineScore("BLEU", "BLEU-4", card_title="BLEU-4", registry_title="BLEU-4"),
+    "METEOR": HeadlineScore("METEOR", "METEOR", card_title="METEOR", registry_title="METEOR"),
+    "ROUGE-L": HeadlineScore("ROUGE-L", "ROUGE-L", card_title="ROUGE-L", registry_title="ROUGE-L"),
+    "CIDEr": HeadlineScore("CIDEr", "CIDEr", card_title="CIDEr", registry_title="CIDEr"),
+    "SPICE": HeadlineScore("SPICE", "SPICE", card_title="SPICE", registry_title="SPICE"),
+    "change_type_accuracy": HeadlineScore(
+        "change_accuracy",
+        report_title="one change: its type right, %",
+        tile_title="Type of change right",
+        card_title="type of a single change named correctly, %",
+        registry_title="one change: its type right, %",
+    ),
+    "change_place_accuracy": HeadlineScore(
+        "change_accuracy", report_title="one change: type, object and place right, %"
+    ),
+    "change_exact_accuracy": HeadlineScore(
+        "change_accuracy",
+        report_title="one change: all of it right, %",
+        tile_title="All of the change right",
+        card_title="single change: type, object, place, what became what, %",
+        registry_title="one change: all of it right, %",
+    ),
+    "multi_change_exact_f1": HeadlineScore(
+        "change_accuracy",
+        report_title="several changes: F1 of those that are all right",
+        card_title="several changes, all of each correct: F1 times 100",
+    ),
+    "no_change_recall": HeadlineScore(
+        "change_accuracy",
+        report_title="pairs without a change: “nothing changed” said, %",
+        tile_title="“Nothing changed”, rightly",
+        card_title='"nothing changed" of pairs without a change, %',
+        registry_title="no change: said so, %",
+    ),
+    "false_no_change": HeadlineScore(
+        "change_accuracy",
+        report_title="pairs with a change: “nothing changed” said, %",
+        tile_title="“Nothing changed”, wrongly",
+        card_title='"nothing changed" of pairs with a change, %',
+    ),
+    "reversal": HeadlineScore(
+        "change_accuracy",
+        report_title="images swapped: the inverse change named, %",
+        card_title="the images swapped: the inverse change named, %",
+    ),
+    "CIDEr_shuffled": HeadlineScore(
+        "CIDEr", report_title="CIDEr of the control: after-images shuffled", is_shuffled_control=True
+    ),
+    "pixel_window_auc": HeadlineScore(
+        "pixel_threshold", report_title="change found by comparing pixels alone, area under the curve"
+    ),
+    "BLEU-4-char": HeadlineScore("BLEU", "BLEU-4-char", card_title="BLEU-4 of characters"),
+    "ROUGE-L-char": HeadlineScore("ROUGE-L", "ROUGE-L-char", card_title="ROUGE-L of characters"),
+    "CIDEr-char": HeadlineScore(
+        "CIDEr", "CIDEr-char", card_title="CIDEr of characters", registry_title="CIDEr of characters"
+    ),
+    "CIDEr_shuffled-char": HeadlineScore(
+        "CIDEr", report_title="CIDEr-char of the control: after-images shuffled", is_shuffled_control=True
+    ),
+}
+
+
+def headline_scores_by_metric() -> dict[str, HeadlineScore]:
+    """Return HEADLINE_SCORES in the order of METRICS, in which the model card and MLflow list them."""
+    positions = list(METRICS)
+    # scores of the same metric keep their order, so a score on characters follows the score on words
+    return dict(sorted(HEADLINE_SCORES.items(), key=lambda item: positions.index(item[1].metric)))
 
 
 def by_characters(metric: Metric) -> Metric:

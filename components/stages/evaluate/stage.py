@@ -22,7 +22,7 @@ from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.notes import notes_of_texts
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import ProtocolPairs, load_specs, select_protocols
-from m3diff.scoring.results import EvaluateReport, headline, score_table, summarise
+from m3diff.scoring.results import EvaluateReport, headline_scores, score_table, summarise
 from m3diff.scoring.run import compute_metrics, metrics_of_all
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
@@ -67,7 +67,7 @@ def evaluate(
     table = score_table(metrics, protocols, scores)
     bounds = {protocol.name: intervals(table, metrics, protocol.name) for protocol in protocols}
     report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
-    write_atomic(out / "headline.json", json.dumps(headline(report), indent=1) + "\n")
+    write_atomic(out / "headline.json", json.dumps(headline_scores(report), indent=1) + "\n")
     with open_atomically(out / "scores.parquet") as file:
         pq.write_table(table, file, compression="zstd")
     evidence = Evidence(

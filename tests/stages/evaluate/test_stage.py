@@ -15,12 +15,12 @@ from m3diff.endpoint.answers import OtherServerError
 from m3diff.records.errors import DataError, Fault
 from m3diff.scoring import bootstrap, run
 from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics
+from m3diff.scoring.metrics import HEADLINE_SCORES, METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
 from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
 from m3diff.scoring.pairs import ALL
 from m3diff.scoring.protocols import ProtocolPairs
-from m3diff.scoring.results import HEADLINE, EvaluateReport, headline, score_table
+from m3diff.scoring.results import EvaluateReport, headline_scores, score_table
 from m3diff.scoring.run import compute_metrics
 from m3diff.stages.evaluate.stage import evaluate
 from tests import errors
@@ -64,7 +64,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "ROUGE-L", "CIDEr"])
     whole = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert whole == report.model_dump(mode="json")
-    assert (tmp_path / "out" / "headline.json").read_text() == json.dumps(headline(report), indent=1) + "\n"
+    assert (tmp_path / "out" / "headline.json").read_text() == json.dumps(headline_scores(report), indent=1) + "\n"
     assert whole["rows_in"] == 6
     assert whole["rows_out"] == 6
     assert list(whole["protocols"]) == [PROTOCOL]
@@ -207,12 +207,12 @@ def test_the_headline_scores_are_those_of_each_first_protocol_times_100():
     first = report().protocols["toy/total"]
     second = report("other").protocols
     protocols = {"toy/total": first, **second, "more/all": first}
-    found = headline(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
+    found = headline_scores(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
     assert list(found) == ["toy/total", "more/all"]
     assert found["toy/total"]["CIDEr"] == 50.0
     assert found["toy/total"]["change_type_accuracy"] == round(100 * first.scores["change_type_accuracy"], 2)
     assert not {"SPICE", "reversal"} & found["toy/total"].keys(), "scores that are absent"
-    assert set(found["toy/total"]) <= set(HEADLINE)
+    assert set(found["toy/total"]) <= set(HEADLINE_SCORES)
     partial = {8: True, 6: False, None: False}
     assert {n: report(n=n).protocols["toy/total"].is_partial for n in partial} == partial
 
