@@ -39,20 +39,20 @@ class RunPairs(NamedTuple):
         return next(pairs[pair_id] for pairs in self.pairs.values() if pair_id in pairs)
 
 
-def gallery(
+def build_gallery(
     runs: Sequence[RunPairs],
     metrics: Mapping[str, Metric],
     rights: Mapping[str, ImageRights],
     saliency: Mapping[str, np.ndarray],
     folder: Path,
-    limit: int,
+    embedded_bytes: int,
 ) -> dict[str, Any]:
     """Return all pairs in the format that the page's script reads. All runs must have the same pairs.
 
     Args:
         rights: image rights by dataset.
         saliency: saliency maps by pair id.
-        folder, limit: see `link_images`.
+        folder, embedded_bytes: see `link_images`.
 
     Raises:
         DataError: an image is missing or changed since ingest.
@@ -65,7 +65,10 @@ def gallery(
         for pair in pairs_of_protocol.values():
             pairs.setdefault(pair.id, pair)
     images = list(progress(draw_images(pairs.values(), rights, saliency), "evaluate: images", len(pairs), "pair"))
-    links = link_images((image for pair_images in images for image in pair_images or () if image), folder, limit)
+    drawn_images: list[bytes] = []
+    for pair_images in images:
+        drawn_images += [image for image in pair_images or () if image]
+    links = link_images(drawn_images, folder, embedded_bytes)
     entries = []
     for pair, pair_images in zip(pairs.values(), images, strict=True):
         entry = pair_entry(pair, runs, columns)
@@ -86,11 +89,11 @@ def gallery(
 
 def number_columns(metrics: Mapping[str, Metric]) -> list[str]:
     """Return the columns of scores.parquet that contain one number per pair, the headline scores first."""
-    headlines = {metric.headline for metric in metrics.values()}
+    headline_scores = {metric.headline for metric in metrics.values()}
     columns: list[str] = []
     for metric in metrics.values():
         columns += [name for name, arrow_type in metric.columns.items() if arrow_type in NUMBER_TYPES]
-    return sorted(columns, key=lambda name: name not in headlines)
+    return sorted(columns, key=lambda name: name not in headline_scores)
 
 
 def pair_entry(pair: EvalPair, runs: Sequence[RunPairs], columns: Sequence[str]) -> dict[str, Any]:

@@ -42,16 +42,16 @@ def rights_of(spec: DatasetSpec) -> ImageRights:
         return ImageRights(False, f"{spec.licence.name}: {spec.licence.show.reason}")
 
 
-def link_images(images: Iterable[bytes], folder: Path, limit: int) -> dict[bytes, str]:
+def link_images(images: Iterable[bytes], folder: Path, embedded_bytes: int) -> dict[bytes, str]:
     """Return the URL of each WebP image for the page.
 
-    If all images together add at most `limit` bytes to the page, they are embedded as data URLs. Otherwise they are
-    written to `folder`. Images of an earlier page are removed from the folder.
+    If all images together add at most `embedded_bytes` bytes to the page, they are embedded as data URLs. Otherwise
+    they are written to `folder`. Images of an earlier page are removed from the folder.
     """
     for old_image in folder.glob("*.webp"):
         old_image.unlink()
     distinct_images = set(images)
-    if BASE64 * sum(map(len, distinct_images)) <= limit:
+    if BASE64 * sum(map(len, distinct_images)) <= embedded_bytes:
         return {image: "data:image/webp;base64," + base64.b64encode(image).decode() for image in distinct_images}
     folder.mkdir(parents=True, exist_ok=True)
     links = {}

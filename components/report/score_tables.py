@@ -74,13 +74,13 @@ def overview(
     return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*notes_on_marks(rows), *notes])
 
 
-def headline_table(report: EvaluateReport, headlines: Sequence[str]) -> Table:
+def headline_table(report: EvaluateReport, headline_protocols: Sequence[str]) -> Table:
     """Return the table of the scores for comparing runs, which `make run` prints.
 
     Args:
-        headlines: names of the protocols to show as columns: the first protocol of each dataset.
+        headline_protocols: names of the protocols to show as columns: the first protocol of each dataset.
     """
-    protocols = [report.protocols[name] for name in headlines]
+    protocols = [report.protocols[name] for name in headline_protocols]
     rows = []
     for score, headline in HEADLINE_SCORES.items():
         cells = tuple(
@@ -88,7 +88,7 @@ def headline_table(report: EvaluateReport, headlines: Sequence[str]) -> Table:
         )
         if any(cell.value is not None for cell in cells):
             rows.append(TableRow(headline.report_title, (), cells))
-    return Table("headline", ("Score", *headlines), rows)
+    return Table("headline", ("Score", *headline_protocols), rows)
 
 
 def describe_pairs(protocol: Protocol) -> str:

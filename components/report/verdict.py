@@ -26,7 +26,7 @@ class LearningVerdict(NamedTuple):
 
 
 def verdict_of(
-    headlines: Sequence[ProtocolPairs],
+    protocols: Sequence[ProtocolPairs],
     scores: Mapping[str, ProtocolScores],
     training: Phase | None = None,
     base: str = "",
@@ -34,20 +34,20 @@ def verdict_of(
     """Return a warning if the model has not learned to describe changes, otherwise None.
 
     Args:
-        headlines: first protocol of each dataset.
+        protocols: first protocol of each dataset.
         scores: scores by protocol.
         training: last training phase of the run. None if it is not known.
         base: folder of the base model that was trained.
     """
-    ciders = [cider_of(scores[protocol.name]) for protocol in headlines]
+    ciders = [cider_of(scores[protocol.name]) for protocol in protocols]
     computed_ciders = [cider for cider in ciders if cider is not None]
-    if not computed_ciders or max(computed_ciders) >= NO_CIDER or exact_share(headlines) > MAX_EXACT_SHARE:
+    if not computed_ciders or max(computed_ciders) >= NO_CIDER or exact_share(protocols) > MAX_EXACT_SHARE:
         return None
     highest = f"{100 * max(computed_ciders):.1f}"
     test_sets = "the test set" if len(computed_ciders) == 1 else f"all {len(computed_ciders)} test sets"
     sentence = f"The model has not learned to describe changes yet: CIDEr is {highest} on {test_sets}."
     captions: set[str] = set()
-    for protocol in headlines:
+    for protocol in protocols:
         captions |= {pair.prediction for pair in protocol.pairs}
     if len(captions) == 1:
         sentence += f" It says the same of every pair: “{captions.pop() or '(nothing)'}”."
@@ -60,14 +60,14 @@ def cider_of(scores: ProtocolScores) -> float | None:
     return scores.scores.get(f"CIDEr{BY_CHARACTERS}") if cider is None else cider
 
 
-def exact_share(headlines: Sequence[ProtocolPairs]) -> float:
+def exact_share(protocols: Sequence[ProtocolPairs]) -> float:
     """Return the share of captions that equal one of their references.
 
     CIDEr alone is not enough for a verdict: if all references use the same words, CIDEr is 0 for any caption.
     """
     pairs = 0
     exact_captions = 0
-    for protocol in headlines:
+    for protocol in protocols:
         for pair in protocol.pairs:
             pairs += 1
             references = map(normalise, pair.references)

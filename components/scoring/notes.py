@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from m3diff.scoring.language import note_of_language
 from m3diff.scoring.marks import OTHER_SCRIPT, notes_of_marks
-from m3diff.scoring.protocols import ProtocolPairs, headline_protocols, note_of_scripts
+from m3diff.scoring.protocols import ProtocolPairs, note_of_scripts, select_headline_protocols
 
 
 def notes_of_texts(
@@ -37,7 +37,7 @@ def notes_of_languages(protocols: Sequence[ProtocolPairs], metrics: Collection[s
     The references are those of the dataset's first protocol.
     """
     notes = []
-    for protocol in headline_protocols(protocols):
+    for protocol in select_headline_protocols(protocols):
         if not protocol.counts_characters:  # otherwise METEOR and SPICE are not computed
             references: list[str] = []
             for pair in protocol.pairs:

@@ -90,7 +90,7 @@ def summarise(
         }
         protocol_scores[protocol.name] = ProtocolScores(
             pairs=len(protocol.pairs),
-            published_pairs=protocol.protocol.n,
+            published_pairs=protocol.rules.n,
             scores=dict(group_scores[ALL]),
             intervals=dict(intervals.get(protocol.name, {})),
             groups=groups,

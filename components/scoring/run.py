@@ -175,7 +175,7 @@ def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict
     """
     protocols_by_rules: dict[TokenRules, list[ProtocolPairs]] = {}
     for protocol in protocols:
-        rules = TokenRules(protocol.protocol.tokenizer, by_characters=protocol.counts_characters)
+        rules = TokenRules(protocol.rules.tokenizer, by_characters=protocol.counts_characters)
         protocols_by_rules.setdefault(rules, []).append(protocol)
     tokens_by_protocol = {}
     for rules, protocols_of_rules in protocols_by_rules.items():

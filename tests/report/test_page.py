@@ -13,7 +13,7 @@ from m3diff.report.origin import Origin
 from m3diff.report.page import Evidence, absent_scores, confusion_table, write_report
 from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.protocols import ProtocolPairs, headline_protocols
+from m3diff.scoring.protocols import ProtocolPairs, select_headline_protocols
 from m3diff.scoring.results import ProtocolScores
 from tests.scoring import bench
 from tests.scoring.bench import draw, evidence, gallery_of, table, text_of
@@ -53,7 +53,7 @@ def test_a_score_is_called_absent_for_the_headline_protocols_alone_that_lack_it(
     }
     scores = ProtocolScores(pairs=4, published_pairs=None, scores={}, intervals={}, groups={}, absent={})
     known = {name: scores.model_copy(update={"absent": reasons}) for name, reasons in absent.items()}
-    headlines = headline_protocols([protocols[0], part, protocols[1]])
+    headlines = select_headline_protocols([protocols[0], part, protocols[1]])
     assert [one.name for one in headlines] == ["a/test", "b/test"]
     found = [(one.score, one.protocols) for one in absent_scores(headlines, known)]
     assert found == [("SPICE", []), ("reversal", ["a/test"])]
@@ -185,7 +185,7 @@ def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
 def test_images_stand_on_the_page_as_the_licence_allows(answer: Any, note: str | None, toy: Evidence, tmp_path: Path):
     permission = Permission(answer, "as its page says")
     licence = Licence("CC of a kind", None, permission, permission, permission)
-    page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, inside_mb=0)
+    page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, embedded_mb=0)
     assert [bool(pair["images"]) for pair in gallery_of(page)["pairs"]] == [answer != "no"] * 6
     assert any((tmp_path / "images").iterdir()) is (answer != "no")
     assert re.findall(r"<dt>Images of toy</dt><dd>(.*?)</dd>", page) == ([note] if note else [])

@@ -224,9 +224,9 @@ def fixed(one, numbers, parsed, scores) -> dict[str, MetricScores]:
     return found
 
 
-def draw(drawn_from: Evidence, folder: Path, inside_mb: int = 10) -> str:
-    """The page, whose images stand inside it unless they have more than `inside_mb` MB."""
-    write_report(drawn_from, folder, inside_mb)
+def draw(drawn_from: Evidence, folder: Path, embedded_mb: int = 10) -> str:
+    """The page, whose images stand inside it unless they have more than `embedded_mb` MB."""
+    write_report(drawn_from, folder, embedded_mb)
     return (folder / "report.html").read_text(encoding="utf-8")
 
 

@@ -414,13 +414,13 @@ def test_meteor_works_beside_the_other_metrics_and_an_interrupt_ends_it(tmp_path
 
 
 def test_no_process_outlives_a_program_that_is_closed_while_it_starts(four_processes, monkeypatch):
-    table = meteor.read_table
+    table = meteor.read_paraphrases
 
     def slow_table(path: Path) -> Any:
         time.sleep(0.3)
         return table(path)
 
-    monkeypatch.setattr(meteor, "read_table", slow_table)
+    monkeypatch.setattr(meteor, "read_paraphrases", slow_table)
     program = meteor.MeteorProgram(None, 60)
     program.start([("the ball is gone", ("the ball left",))])
     program.close()

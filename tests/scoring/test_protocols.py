@@ -164,3 +164,18 @@ def test_the_reader_in_ingests_report_says_which_dataset_it_is(tmp_path: Path):
     for name, reader in {"toy": "pairs", "mine": "iedit"}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"reader": reader}))
     assert list(load_specs(tmp_path, pairs).items()) == [("toy", DATASETS["pairs"]), ("mine", DATASETS["iedit"])]
+
+
+@pytest.mark.parametrize(
+    "content", ["", '{"reader": "pairs"', "[]", "\ufffe"], ids=["empty", "cut", "a list", "no text"]
+)
+def test_a_malformed_report_of_ingest_is_refused(content: str, tmp_path: Path):
+    (tmp_path / "toy.json").write_text(content, encoding="utf-16" if content == "\ufffe" else "utf-8")
+    with raises(DataError, "files.unreadable_stage_output", path=tmp_path / "toy.json", writer="ingest"):
+        load_specs(tmp_path, PAIRS)
+
+
+def test_a_reader_that_is_no_name_is_refused(tmp_path: Path):
+    (tmp_path / "toy.json").write_text('{"reader": ["pairs"]}')
+    with raises(DataError, "scoring.reader_unknown", path=tmp_path / "toy.json", value=["pairs"]):
+        load_specs(tmp_path, PAIRS)

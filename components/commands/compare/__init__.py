@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.files import write_atomic
-from m3diff.report.gallery import RunPairs, gallery
+from m3diff.report.gallery import RunPairs, build_gallery
 from m3diff.report.images import MB, rights_of
 from m3diff.report.tables import Table, TableRow, file_name_of, in_papers_units, text_lines
 from m3diff.report.templates import templates
@@ -23,7 +23,7 @@ from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, wi
 from m3diff.scoring.pairs import EvalPair, read_test_records
 from m3diff.scoring.protocols import load_specs
 
-INSIDE_MB = 24  # limit for images embedded in the page; above it, images are written to a folder next to the page
+EMBEDDED_MB = 24  # limit for images embedded in the page; above it, images are written to a folder next to the page
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
     text = page.render(
         runs=names,
         parts=[{"name": name, "id": file_name_of(name), "table": table} for name, table in differences.items()],
-        gallery=gallery(run_pairs, metrics, rights, {}, images, INSIDE_MB * MB),
+        gallery=build_gallery(run_pairs, metrics, rights, {}, images, EMBEDDED_MB * MB),
         gallery_title="Pair by pair",
         gallery_note=f"Differences are {names[1]} minus {names[0]}.",
         image_rights=rights,

@@ -16,7 +16,7 @@ from m3diff.commands.score.task import ScoringTask
 from m3diff.datasets.spec import SplitCount
 from m3diff.records.errors import DataError, Fault
 from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.protocols import takes_pair
+from m3diff.scoring.protocols import includes_pair
 
 EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
 # File names of CLEVR-Change
@@ -44,7 +44,7 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
     # replace names assigned by `m3diff caption` with the names of the pairs
     captions = [(references.aliases.get(name, name), caption) for name, caption in predictions.captions]
     protocol = task.protocol
-    protocol_pairs = {name: pair for name, pair in references.pairs.items() if takes_pair(protocol, pair)}
+    protocol_pairs = {name: pair for name, pair in references.pairs.items() if includes_pair(protocol, pair)}
     if not protocol_pairs:
         raise DataError("score.no_pair_of_protocol", key=task.dataset, protocol=protocol.name)
     caption_by_name = match(path, captions, references.pairs, task)

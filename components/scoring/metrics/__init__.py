@@ -168,7 +168,7 @@ class Metric:
     reads: Literal["tokens", "English", "other"] = "other"
 
 
-def of_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
+def score_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
     """Call `compute` on the pair ids of each group that is not empty, and return the results by group."""
     return {name: compute(ids) for name, ids in groups.items() if ids}
 
@@ -307,9 +307,9 @@ def by_characters(metric: Metric) -> Metric:
     def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
         scores = metric.compute(pairs, groups, tools)
         return MetricScores(
-            groups={group: rename_keys(values) for group, values in scores.groups.items()},
-            pairs={pair_id: rename_keys(values) for pair_id, values in scores.pairs.items()},
-            absent=rename_keys(scores.absent),
+            groups={group: add_character_suffix(values) for group, values in scores.groups.items()},
+            pairs={pair_id: add_character_suffix(values) for pair_id, values in scores.pairs.items()},
+            absent=add_character_suffix(scores.absent),
         )
 
     resampled = {
@@ -322,13 +322,13 @@ def by_characters(metric: Metric) -> Metric:
         headline=f"{metric.headline}{BY_CHARACTERS}",
         scores=tuple(f"{name}{BY_CHARACTERS}" for name in metric.scores),
         overall=tuple(f"{name}{BY_CHARACTERS}" for name in metric.overall),
-        columns=rename_keys(metric.columns),
-        resampled=rename_keys(resampled),
+        columns=add_character_suffix(metric.columns),
+        resampled=add_character_suffix(resampled),
         lower_is_better=tuple(f"{name}{BY_CHARACTERS}" for name in metric.lower_is_better),
     )
 
 
-def rename_keys(values: Mapping[str, T]) -> dict[str, T]:
+def add_character_suffix(values: Mapping[str, T]) -> dict[str, T]:
     """Append -char to the names of the values."""
     return {f"{name}{BY_CHARACTERS}": value for name, value in values.items()}
 

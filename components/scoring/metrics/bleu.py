@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, score_each_group
 from m3diff.scoring.metrics.ngrams import ORDERS, SharedNgrams, sum_by_order
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
@@ -60,7 +60,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     for pair_id, row in zip(groups[ALL], rows_of_pairs, strict=True):
         pair_bleu = bleu(BleuStatistics.from_row(row))
         pair_scores[pair_id] = {"BLEU-4": pair_bleu[-1], STATISTICS: [float(count) for count in row]}
-    return MetricScores(of_each_group(groups, score_corpus), pair_scores)
+    return MetricScores(score_each_group(groups, score_corpus), pair_scores)
 
 
 def statistics(shared: SharedNgrams) -> np.ndarray:

@@ -18,7 +18,16 @@ from m3diff.endpoint.client import REUSE_OPTION, Endpoint
 from m3diff.endpoint.questions import EndpointQuestion
 from m3diff.endpoint.url import EndpointUrl
 from m3diff.records.errors import cause_of
-from m3diff.scoring.metrics import JudgeVerdict, Metric, MetricScores, PairValue, Tools, Value, mean_of, of_each_group
+from m3diff.scoring.metrics import (
+    JudgeVerdict,
+    Metric,
+    MetricScores,
+    PairValue,
+    Tools,
+    Value,
+    mean_of,
+    score_each_group,
+)
 from m3diff.scoring.metrics.java import ScorerFailed
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 from m3diff.settings.section import ParamsError, Section
@@ -144,7 +153,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
             "judge_answered": len(given_verdicts) / len(sampled_verdicts) if sampled_verdicts else None,
         }
 
-    group_scores = of_each_group(groups, scores)
+    group_scores = score_each_group(groups, scores)
     pair_scores: dict[str, dict[str, PairValue]] = {
         pair_id: {"judge": verdict.is_right, "judge_answer": verdict.answer} for pair_id, verdict in verdicts.items()
     }

@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Resampled, Tools, score_each_group
 from m3diff.scoring.metrics.java import JavaProgram, ScorerFailed, programs_at_once
-from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_table
+from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_paraphrases
 from m3diff.scoring.pairs import EvalPair, Groups
 
 # The program's parameters for English
@@ -65,7 +65,7 @@ class MeteorProgram(Program):
         self.jar = Path(module.__file__).with_name(module.METEOR_JAR)
         self.running = ExitStack()
         self.thread = self.running.enter_context(ThreadPoolExecutor(1))
-        self.table = self.thread.submit(read_table, self.jar.with_name("data") / "paraphrase-en.gz")
+        self.table = self.thread.submit(read_paraphrases, self.jar.with_name("data") / "paraphrase-en.gz")
         self.folder = Path(self.running.enter_context(TemporaryDirectory(prefix="m3diff-meteor-")))
         # item -> item that is sent to a process instead
         self.asked_items: dict[Item, Item] = {}
@@ -208,7 +208,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     pair_scores = {}
     for (pair_id, numbers), score in zip(statistics.items(), scores, strict=True):
         pair_scores[pair_id] = {"METEOR": score, "METEOR_statistics": numbers}
-    return MetricScores(of_each_group(groups, score_group), pair_scores)
+    return MetricScores(score_each_group(groups, score_group), pair_scores)
 
 
 def meteor(sums: np.ndarray) -> np.ndarray:

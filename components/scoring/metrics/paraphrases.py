@@ -61,7 +61,7 @@ class ParaphraseTable:
     odd: np.ndarray
 
 
-def read_table(path: Path) -> ParaphraseTable:
+def read_paraphrases(path: Path) -> ParaphraseTable:
     """Read the table from a gzip file, with its index. Most of this runs without the GIL, in parallel with other work.
 
     The index of a large table is read from the user's cache folder, or stored there if it is missing.

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Tools, mean_of, of_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Tools, mean_of, score_each_group
 from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run
 from m3diff.scoring.metrics.parses import (
     LMDB,
@@ -99,7 +99,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         scores = [pair_scores[pair_id] for pair_id in pair_ids if pair_scores[pair_id] is not None]
         return {"SPICE": sum(scores) / len(scores) if scores else None}
 
-    means = of_each_group(groups, mean)
+    means = score_each_group(groups, mean)
     absent = {} if means[ALL]["SPICE"] is not None else {"SPICE": "no caption names an object, attribute or relation"}
     return MetricScores(means, {pair_id: {"SPICE": score} for pair_id, score in pair_scores.items()}, absent)
 

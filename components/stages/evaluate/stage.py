@@ -93,7 +93,7 @@ def check_complete(protocols: Iterable[ProtocolPairs]) -> None:
     """
     incomplete = []
     for protocol in protocols:
-        published_pairs = protocol.protocol.n
+        published_pairs = protocol.rules.n
         if published_pairs is not None and len(protocol.pairs) < published_pairs:
             incomplete.append(
                 Fault(
