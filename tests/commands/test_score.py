@@ -13,7 +13,7 @@ import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
 from m3diff.commands.score import score
-from m3diff.commands.score.matching import faults_of_captions, find_pairs, match
+from m3diff.commands.score.matching import MatchedPairs, faults_of_captions, find_pairs, match
 from m3diff.commands.score.predictions import read_predictions
 from m3diff.commands.score.references import bare_pair, find_references
 from m3diff.commands.score.report import ScoreReport
@@ -800,7 +800,7 @@ def test_a_call_with_neither_file_names_both(tmp_path):
 OWN_TABLES = {
     "documented columns": "before,after,captions\na/1.png,b/1.png,the lamp is out\na/2.png,b/2.png,it rains\n",
     "a list of captions": 'before,after,captions\na/1.png,b/1.png,"[""the lamp is out""]"\na/2.png,b/2.png,it rains\n',
-    "German semicolons": "Vorher;Nachher;Beschreibung;Teil\na/1.png;b/1.png;the lamp is out;train\n"
+    "German semicolons": "Vorher;Nachher;Beschreibung;Teil\na/1.png;b/1.png;the lamp is out;test\n"
     "a/2.png;b/2.png;it rains;test\n",
     "an id beside images": "id,before,after,caption\nx1,a/1.png,b/1.png,the lamp is out\nx2,a/2.png,b/2.png,it rains\n",
     "an id alone": "id,reference\n1,the lamp is out\n2,it rains\n",
@@ -875,3 +875,76 @@ def test_the_column_that_was_taken_for_captions_is_noted(tmp_path):
     (note,) = references.notes
     assert note.startswith("p.csv: ")
     assert "Beschreibung" in note
+
+
+# A table with several splits
+
+TABLES_WITH_SPLITS = {
+    "ids": "id,caption,split\n1,the lamp is out,train\n2,it rains,test\n3,it fell,val\n4,it rose,test\n",
+    "images": "before,after,caption,Teil\na/1.png,b/1.png,the lamp is out,Training\na/2.png,b/2.png,it rains,Test\n"
+    "a/3.png,b/3.png,it fell,Validierung\na/4.png,b/4.png,it rose,Test\n",
+}
+
+
+def match_table(tmp_path: Path, table: str, names: list[str]) -> MatchedPairs:
+    """Match a caption for each of these names to the pairs of a table, as `m3diff score` does."""
+    references = find_references(task("own"), write(tmp_path / "pairs.csv", table), None)
+    predictions = write(tmp_path / "captions.json", {name: f"caption of {name}" for name in names})
+    return find_pairs(predictions, task("own"), references, allow_faults=False)
+
+
+@pytest.mark.parametrize("names", [["2", "4"], ["1", "2", "3", "4"]], ids=["test captioned", "all captioned"])
+@pytest.mark.parametrize("table", TABLES_WITH_SPLITS.values(), ids=TABLES_WITH_SPLITS)
+def test_only_the_test_split_of_a_table_is_scored(table, names, tmp_path):
+    matched = match_table(tmp_path, table, names)
+    assert [pair.references for pair in matched.pairs] == [["it rains"], ["it rose"]]
+    assert matched.faults == []
+
+
+def test_the_splits_of_a_table_and_the_captions_left_out_are_noted(tmp_path):
+    split_note, caption_note = match_table(tmp_path, TABLES_WITH_SPLITS["ids"], ["1", "2", "3", "4"]).notes
+    assert "split" in split_note
+    assert all(part in split_note for part in ("train (1)", "test (2)", "val (1)"))
+    assert caption_note.startswith("2 captions")
+
+
+def test_a_missing_caption_of_another_split_is_no_fault_and_one_of_the_test_split_is(tmp_path):
+    with raises(DataError, "score.faults_not_allowed") as refused:
+        match_table(tmp_path, TABLES_WITH_SPLITS["ids"], ["1", "2", "3"])
+    (missing,) = refused.value.fields["faults"]
+    assert missing.code == "score.ids_missing"
+    assert missing.fields["names"] == ["4"]
+
+
+def test_pairs_of_two_splits_with_the_same_id_are_different_pairs(tmp_path):
+    table = "id,before,after,caption,split\n1,a/1.png,b/1.png,it rains,train\n1,c/2.png,d/2.png,it fell,test\n"
+    assert [pair.references for pair in match_table(tmp_path, table, ["1"]).pairs] == [["it fell"]]
+    assert [pair.prediction for pair in match_table(tmp_path, table, ["a/1", "2"]).pairs] == ["caption of 2"]
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [["test", "test"], ["train", "train"], ["easy", "hard"], ["", ""]],
+    ids=["test", "train", "other names", "empty"],
+)
+def test_every_row_of_a_table_without_several_splits_is_scored(splits, tmp_path):
+    table = f"id,caption,split\n1,it rains,{splits[0]}\n2,it fell,{splits[1]}\n"
+    matched = match_table(tmp_path, table, ["1", "2"])
+    assert [pair.references for pair in matched.pairs] == [["it rains"], ["it fell"]]
+    assert matched.notes == []
+
+
+def test_a_table_with_several_splits_but_no_test_split_is_refused(tmp_path):
+    table = "id,caption,split\n1,it rains,train\n2,it fell,val\n"
+    file = tmp_path / "pairs.csv"
+    names = ["train (1)", "val (1)"]
+    with raises(DataError, "score.no_test_split", path=file, field="split", names=names):
+        find_references(task("own"), write(file, table), None)
+
+
+def test_columns_that_may_name_splits_are_noted_and_all_rows_are_used(tmp_path):
+    table = "id,caption,set\n1,it rains,0\n2,it fell,1\n"
+    matched = match_table(tmp_path, table, ["1", "2"])
+    assert len(matched.pairs) == 2
+    (note,) = matched.notes
+    assert "set" in note

@@ -6,7 +6,7 @@ A fault stops the command unless `--allow-faults` is given. A note is only part 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +47,8 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
     protocol_pairs = {name: pair for name, pair in references.pairs.items() if includes_pair(protocol, pair)}
     if not protocol_pairs:
         raise DataError("score.no_pair_of_protocol", key=task.dataset, protocol=protocol.name)
-    caption_by_name = match(path, captions, references.pairs, task)
+    known_names = dict.fromkeys([*references.pairs, *references.names_in_other_splits])
+    caption_by_name = match(path, captions, known_names, task)
     scored_pairs = [
         replace(pair, prediction=caption_by_name[name])
         for name, pair in protocol_pairs.items()
@@ -57,7 +58,7 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
     if references.are_as_scored:
         faults += [fault.at(key="references") for fault in faults_of_references(protocol_pairs, task)]
     faults += predictions.faults
-    faults += faults_of_captions(caption_by_name, references.pairs, protocol_pairs, task.counts)
+    faults += faults_of_captions(caption_by_name, known_names, protocol_pairs, task.counts)
     if protocol.n is not None and len(scored_pairs) != protocol.n:
         faults.append(Fault("score.other_number_of_pairs", value=len(scored_pairs), expected=protocol.n))
     if faults and not allow_faults:
@@ -68,9 +69,12 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
         raise DataError("score.no_caption_of_protocol", path=path, protocol=protocol.name)
     notes = note_of_ids([name for name, _ in captions], list(caption_by_name))
     notes += references.notes
+    captions_in_other_splits = len(caption_by_name.keys() & set(references.names_in_other_splits))
+    if captions_in_other_splits:
+        notes.append(f"{captions_in_other_splits:,} captions of pairs in other splits are not scored")
     captions_left_out = len(caption_by_name.keys() & references.pairs.keys()) - len(scored_pairs)
     if captions_left_out:
-        notes.append(f"{captions_left_out:,} captions of pairs that {protocol.name!r} does not take were left out")
+        notes.append(f"{captions_left_out:,} captions of pairs outside the protocol {protocol.name!r} are not scored")
     notes += notes_of_pairs(scored_pairs)
     return MatchedPairs(pairs=scored_pairs, faults=faults, notes=notes)
 
@@ -145,7 +149,7 @@ def bare_id(pair_id: str) -> str:
 
 def faults_of_captions(
     captions: Mapping[str, str],
-    pairs: Mapping[str, EvalPair],
+    known_names: Collection[str],
     protocol_pairs: Mapping[str, EvalPair],
     counts: SplitCount | None,
 ) -> list[Fault]:
@@ -153,12 +157,12 @@ def faults_of_captions(
 
     Args:
         captions: captions by the name of their pair.
-        pairs: all pairs of the references.
+        known_names: names of all pairs of the references.
         protocol_pairs: pairs that the protocol includes.
         counts: published counts of the protocol.
     """
     faults = []
-    unknown = [name for name in captions if name not in pairs]
+    unknown = [name for name in captions if name not in known_names]
     if unknown:
         unknown_fault = Fault(
             "score.ids_unknown",
@@ -166,7 +170,7 @@ def faults_of_captions(
             total=len(captions),
             names=unknown,
             excerpt=list_names(unknown),
-            valid=list_names(list(pairs)),
+            valid=list_names(list(known_names)),
         )
         faults.append(unknown_fault)
     missing = [name for name in protocol_pairs if name not in captions]

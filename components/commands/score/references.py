@@ -1,7 +1,8 @@
 """Read references from a benchmark's folder, from ingest's records, from a table of pairs or from a COCO file."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import pyarrow.parquet as pq
 
 from m3diff.commands.score.predictions import ID_FIELDS, columns_fault, find_columns, text_of
 from m3diff.commands.score.task import ScoringTask
-from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, read_json
+from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, pick, read_json
+from m3diff.datasets.filters import SplitNames, split_of_cell
+from m3diff.datasets.split_column import SplitChoice, choose_split_column
 from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, images_of, names_of, read_rows, read_sample
 from m3diff.records.errors import DataError, Fault, data_error_if_unreadable
+from m3diff.records.schemas import SPLITS
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.pairs import EvalPair
 
@@ -26,11 +30,12 @@ CAPTION_COLUMNS = (
 class References:
     """Pairs with their references, but without predictions and images.
 
-    pairs: pairs by name.
+    pairs: pairs by name. They are the pairs of the split to score.
     grammar: grammar that parses captions into changes. None if the dataset does not have one.
     are_as_scored: True for the user's own file, whose texts should already be joined and truncated by the protocol's
         rules.
     aliases: name assigned to a pair by `m3diff caption` -> name of the pair.
+    names_in_other_splits: names and ids of the pairs in other splits of a table. Their captions are left out.
     notes: notes on how the file was read.
     """
 
@@ -38,6 +43,7 @@ class References:
     grammar: Grammar | None = None
     are_as_scored: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
+    names_in_other_splits: Collection[str] = ()
     notes: Sequence[str] = ()
 
 
@@ -187,13 +193,15 @@ class ReferenceColumns:
     images: `{before: ..., after: ...}` or `{images: ...}`. Empty if there are no such columns or the choice is unclear.
     ids: column of ids. None if the pairs are named after their images.
     captions: one or more columns, each with a text or a list of texts.
-    note: note on which column was used for the captions. None if its name makes this clear.
+    split: column that names the split of each pair, and the meaning of its values.
+    notes: notes on columns that were chosen although their names do not make their meaning clear.
     """
 
     images: Mapping[str, str]
     ids: str | None
     captions: list[str]
-    note: str | None = None
+    split: SplitChoice
+    notes: Sequence[str] = ()
 
 
 def reference_columns(path: Path) -> ReferenceColumns:
@@ -216,12 +224,18 @@ def reference_columns(path: Path) -> ReferenceColumns:
     columns = [name for name in header if name not in possible_image_columns]
     ids = next(iter(find_columns(columns, ID_FIELDS)), None)
     captions = caption_columns(columns)
-    note = None
+    split_values = {name: values[name] for name in columns if name in values and name not in {ids, *captions}}
+    split = choose_split_column(path, sample.options, split_values, {})
+    notes = []
+    if split.column is None and split.occupied:
+        names = " and ".join(split.occupied)
+        notes.append(f"{path.name}: it is unclear whether {names} names the split of a pair, so all rows are used")
     if not captions:
-        text_columns = [name for name in columns if name != ids and holds_sentences(values.get(name, []))]
+        unused_columns = [name for name in columns if name != ids and name not in split.occupied]
+        text_columns = [name for name in unused_columns if holds_sentences(values.get(name, []))]
         if len(text_columns) == 1:
             captions = text_columns
-            note = f"{path.name}: the column {captions[0]} was taken for the captions"
+            notes.append(f"{path.name}: the column {captions[0]} is used as the column of captions")
     all_columns = columns_fault(header, sample.options.get("delimiter"))
     if not captions:
         raise DataError("score.no_caption_column", path=path, columns=all_columns)
@@ -231,7 +245,7 @@ def reference_columns(path: Path) -> ReferenceColumns:
                 "score.image_columns_unclear", path=path, columns=all_columns, question=image_columns.question
             )
         raise DataError("score.no_id_column", path=path, columns=all_columns)
-    return ReferenceColumns(images=images, ids=ids, captions=captions, note=note)
+    return ReferenceColumns(images=images, ids=ids, captions=captions, split=split, notes=notes)
 
 
 def caption_columns(columns: Iterable[str]) -> list[str]:
@@ -251,17 +265,56 @@ def holds_sentences(column: Sequence[Any]) -> bool:
     return 2 * sentences > len(column)
 
 
+@dataclass(frozen=True)
+class RowSelection:
+    """The rows of a table that are scored.
+
+    is_scored: for each row, whether it belongs to the split to score.
+    notes: note on the splits of the table. Empty if all rows are scored.
+    """
+
+    is_scored: list[bool]
+    notes: Sequence[str] = ()
+
+
+def select_scored_rows(path: Path, rows: Sequence[tuple[str, Mapping[str, Any]]], split: SplitChoice) -> RowSelection:
+    """Select the rows of the test split, or all rows if the table does not have several splits.
+
+    Raises:
+        DataError: the table has several splits, and none of them is the test split.
+    """
+    if split.column is None:
+        return RowSelection([True] * len(rows))
+    split_names = SplitNames(split.splits)
+    splits = []
+    for _, row in rows:
+        cell = pick(row, split.column)
+        name = split_names.translate(cell, cell)
+        splits.append(split_of_cell(name) or ("no split" if name in (None, "") else str(name)))
+    counts = Counter(splits)
+    if len(counts) <= 1 or counts.keys().isdisjoint(SPLITS):
+        return RowSelection([True] * len(rows))
+    counted_splits = [f"{name} ({count:,})" for name, count in counts.items()]
+    if "test" not in counts:
+        raise DataError("score.no_test_split", path=path, field=split.column, names=counted_splits)
+    note = f"{path.name}: the column {split.column} names the splits {', '.join(counted_splits)}; only test is scored"
+    return RowSelection([name == "test" for name in splits], [note])
+
+
 def from_table(path: Path, task: ScoringTask) -> References:
     """Read references from a table with one row per pair, or with one row per caption and several rows per pair.
 
-    Predictions may identify a pair by its id or by the names that `m3diff caption` assigns to it.
+    If a column names several splits, only the pairs of the test split are scored. Predictions may identify a pair by
+    its id or by the names that `m3diff caption` assigns to it.
 
     Raises:
-        DataError: the columns cannot be found (see `reference_columns`), a row cannot be read or has no id, two rows
-            have the same id but different images, or a pair has no caption.
+        DataError: the columns cannot be found (see `reference_columns`), the table has several splits but no test
+            split, a row cannot be read or has no id, two rows have the same id but different images, or a pair has no
+            caption.
     """
     columns = reference_columns(path)
     rows = list(read_rows(path, columns.captions))
+    selection = select_scored_rows(path, rows, columns.split)
     images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
     distinct_images = list(dict.fromkeys(images))
     pair_names = dict(zip(distinct_images, names_of(image_sources(path, distinct_images)), strict=True))
@@ -270,14 +323,17 @@ def from_table(path: Path, task: ScoringTask) -> References:
     captions: dict[str, list[str]] = {}
     images_by_id: dict[str, tuple[Any, Any]] = {}
     aliases: dict[str, str] = {}
+    names_in_other_splits: dict[str, None] = {}  # a dict keeps the order
     for number, (location, row) in enumerate(rows):
         ids = columns.ids
         pair_id = pair_names[images[number]] if ids is None else text_of(location, row, [ids]).strip()
-        if images:
-            if images_by_id.setdefault(pair_id, images[number]) != images[number]:
-                raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
-            aliases[pair_names[images[number]]] = pair_id
-            aliases[row_names[number]] = pair_id
+        names_of_row = [pair_names[images[number]], row_names[number]] if images else []
+        if not selection.is_scored[number]:
+            names_in_other_splits |= dict.fromkeys([pair_id, *names_of_row])
+            continue
+        if images and images_by_id.setdefault(pair_id, images[number]) != images[number]:
+            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
+        aliases |= dict.fromkeys(names_of_row, pair_id)
         captions.setdefault(pair_id, []).extend(captions_of_row(location, row, columns.captions))
     uncaptioned = [name for name, captions_of_pair in captions.items() if not captions_of_pair]
     if not captions:
@@ -295,7 +351,9 @@ def from_table(path: Path, task: ScoringTask) -> References:
         pairs=pairs_of_captions(task, captions),
         are_as_scored=True,
         aliases={name: pair_id for name, pair_id in aliases.items() if name not in captions},
-        notes=[] if columns.note is None else [columns.note],
+        # splits may number their pairs separately, so a name may occur in two splits
+        names_in_other_splits=[name for name in names_in_other_splits if name not in captions and name not in aliases],
+        notes=[*columns.notes, *selection.notes],
     )
 
 
