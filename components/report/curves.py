@@ -74,7 +74,7 @@ class Phase:
         """Return the points of a column, or an empty list if curves.csv does not have this column."""
         return self.columns.get(column, [])
 
-    def starting_with(self, prefix: str) -> dict[str, list[Point]]:
+    def columns_with_prefix(self, prefix: str) -> dict[str, list[Point]]:
         """Return the columns whose names start with `prefix`, by the rest of their names."""
         return {
             name.removeprefix(prefix): points
@@ -150,22 +150,22 @@ def read_phases(path: Path) -> list[Phase]:
         rows = list(csv.DictReader(file))
     parts: dict[str, PhaseRows] = {}
     for line, row in enumerate(rows, start=2):
-        step = int(number_of(path, line, "step", row.get("step") or ""))
+        step = int(parse_number(path, line, "step", row.get("step") or ""))
         name = FINE_TUNING if step > 0 else ALIGNMENT
         part = parts.setdefault(name, PhaseRows(name))
         part.steps.append(step)
         for column, text in row.items():
             if column in (None, "step") or not text:
                 continue
-            value = number_of(path, line, column, text)
+            value = parse_number(path, line, column, text)
             if math.isfinite(value):
                 part.columns.setdefault(column, []).append(Point(step, value))
             else:
                 part.not_finite += 1
-    return [phase_of(part) for part in parts.values()]
+    return [make_phase(part) for part in parts.values()]
 
 
-def number_of(path: Path, line: int, column: str, text: str) -> float:
+def parse_number(path: Path, line: int, column: str, text: str) -> float:
     """Return the number in a cell. A step must be finite.
 
     Raises:
@@ -180,7 +180,7 @@ def number_of(path: Path, line: int, column: str, text: str) -> float:
     return value
 
 
-def phase_of(part: PhaseRows) -> Phase:
+def make_phase(part: PhaseRows) -> Phase:
     """Convert the collected rows to a training phase with steps counted from 1."""
     offset = min(part.steps) - 1 if part.name == ALIGNMENT else 0
     columns = {
@@ -201,8 +201,8 @@ def draw_phase(phase: Phase) -> DrawnPhase:
     """Draw the charts of a training phase, except those without data."""
     return DrawnPhase(
         title=f"{phase.name}, {steps_in_words(phase.steps)}",
-        charts=[draw(chart) for chart in main_charts(phase) if chart.series],
-        more_charts=[draw(chart) for chart in further_charts(phase) if chart.series],
+        charts=[draw_chart(chart) for chart in main_charts(phase) if chart.series],
+        more_charts=[draw_chart(chart) for chart in further_charts(phase) if chart.series],
         numbers=validation_rows(phase),
         not_finite=phase.not_finite,
     )
@@ -216,13 +216,13 @@ def main_charts(phase: Phase) -> list[Chart]:
         Chart(
             title="CIDEr of validation pairs",
             note="times 100, at captioned checkpoints",
-            series=[line_of("CIDEr", cider, has_dots=True)] if cider else [],
+            series=[make_line("CIDEr", cider, has_dots=True)] if cider else [],
             steps=phase.steps,
         ),
         Chart(
             title="Learning rate",
             note="by part of the model",
-            series=[line_of(name, points) for name, points in grouped(phase.starting_with("lr_"))],
+            series=[make_line(name, points) for name, points in merge_equal_columns(phase.columns_with_prefix("lr_"))],
             steps=phase.steps,
         ),
     ]
@@ -233,20 +233,20 @@ def loss_chart(phase: Phase) -> Chart:
     lines = []
     loss = phase.points("loss")
     if loss:
-        ranges = in_ranges(loss)
+        ranges = combine_into_ranges(loss)
         has_band = len(ranges) < len(loss)
         name = "training (band: lowest to highest)" if has_band else "training"
         means = [Point(part.step, part.mean) for part in ranges]
         lines.append(Series(name, means, ranges if has_band else (), has_dots=len(means) == 1))
     validation = phase.points("val_loss")
     if validation:
-        lines.append(line_of("validation", validation, has_dots=True))
-    datasets = phase.starting_with("val_loss_")
+        lines.append(make_line("validation", validation, has_dots=True))
+    datasets = phase.columns_with_prefix("val_loss_")
     if len(datasets) > 1:  # the line of a single dataset would be the same as the line of all validation pairs
-        lines += [line_of(f"validation, {name}", points, has_dots=True) for name, points in datasets.items()]
+        lines += [make_line(f"validation, {name}", points, has_dots=True) for name, points in datasets.items()]
     values: list[float] = []
     for line in lines:
-        values += values_of(line)
+        values += collect_values(line)
     is_log = bool(values) and min(values) > 0 and max(values) > LOG_SPAN * min(values)
     note = "per supervised token" + (", logarithmic scale" if is_log else "")
     return Chart("Loss", note, lines, phase.steps, is_log=is_log, starts_at_zero=False)
@@ -254,42 +254,42 @@ def loss_chart(phase: Phase) -> Chart:
 
 def further_charts(phase: Phase) -> list[Chart]:
     """Return the charts of the family's module and of the gradient norm."""
-    ratios = phase.starting_with("module_update_ratio")
-    scores = phase.starting_with("module_score")
+    ratios = phase.columns_with_prefix("module_update_ratio")
+    scores = phase.columns_with_prefix("module_score")
     norm = phase.points("grad_norm")
     return [
         Chart(
             title="Update of the module",
             note="size relative to the features that it changes",
-            series=[line_of(level_of(name), points) for name, points in ratios.items()],
+            series=[make_line(name_of_level(name), points) for name, points in ratios.items()],
             steps=phase.steps,
         ),
         Chart(
             title="Score of the module",
             note="gate on each level's update, mean of a step",
-            series=[line_of(level_of(name), points) for name, points in scores.items()],
+            series=[make_line(name_of_level(name), points) for name, points in scores.items()],
             steps=phase.steps,
         ),
         Chart(
             title="Norm of the gradients",
             note="before clipping",
-            series=[line_of("gradients", norm)] if norm else [],
+            series=[make_line("gradients", norm)] if norm else [],
             steps=phase.steps,
         ),
     ]
 
 
-def level_of(name: str) -> str:
+def name_of_level(name: str) -> str:
     """Return a line's name in a chart of the module: "level 2" if `name` is "/2", or "module" if it is empty.
 
     Args:
-        name: name of the line's column without the prefix, as returned by `Phase.starting_with`.
+        name: name of the line's column without the prefix, as returned by `Phase.columns_with_prefix`.
     """
     level = name.strip("/_")
     return f"level {level}" if level else "module"
 
 
-def grouped(columns: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Point]]]:
+def merge_equal_columns(columns: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Point]]]:
     """Yield each line's name and points. Equal columns share a line. Columns of zeros (frozen parts) are left out."""
     names: dict[tuple[Point, ...], list[str]] = {}
     for name, points in columns.items():
@@ -299,16 +299,16 @@ def grouped(columns: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Poin
         yield " and ".join(parts), list(shared_points)
 
 
-def line_of(name: str, points: Sequence[Point], has_dots: bool = False) -> Series:
+def make_line(name: str, points: Sequence[Point], has_dots: bool = False) -> Series:
     """Return a line through the points or, if there are too many, through the means of ranges, with a band."""
-    ranges = in_ranges(points)
+    ranges = combine_into_ranges(points)
     if len(ranges) == len(points):
         return Series(name, points, has_dots=(has_dots and len(points) <= MAX_DOTS) or len(points) == 1)
     means = [Point(part.step, part.mean) for part in ranges]
     return Series(name, means, ranges)
 
 
-def in_ranges(points: Sequence[Point]) -> list[Range]:
+def combine_into_ranges(points: Sequence[Point]) -> list[Range]:
     """Combine points into at most `MAX_RANGES` ranges. Each keeps its lowest and highest value, so no peak is lost."""
     size = math.ceil(len(points) / MAX_RANGES)
     ranges = []
@@ -360,16 +360,16 @@ class Axis(NamedTuple):
     ticks: list[float]
 
 
-def draw(chart: Chart, x: float = 0, y: float = 0) -> Markup:
+def draw_chart(chart: Chart, x: float = 0, y: float = 0) -> Markup:
     """Draw a chart as an SVG, either alone or at a position within another SVG.
 
     Its alternative text contains the first, last and extreme values of each line.
     """
-    height = height_of(chart)
-    across = axis_of_steps(chart.steps)
-    up = axis_of_values(chart)
+    height = chart_height(chart)
+    across = make_step_axis(chart.steps)
+    up = make_value_axis(chart)
     parts = [
-        f'<svg class="chart" role="img" aria-label="{escape(description(chart))}" viewBox="0 0 {WIDTH} {height}" '
+        f'<svg class="chart" role="img" aria-label="{escape(describe_chart(chart))}" viewBox="0 0 {WIDTH} {height}" '
         f'x="{x:g}" y="{y:g}" width="{WIDTH}" height="{height}">',
         f'<text class="title" x="0" y="16">{escape(chart.title)}</text>',
         f'<text x="0" y="33">{escape(chart.note)}</text>',
@@ -382,7 +382,7 @@ def draw(chart: Chart, x: float = 0, y: float = 0) -> Markup:
     return Markup("".join([*parts, "</svg>"]))  # all texts are escaped above
 
 
-def height_of(chart: Chart) -> int:
+def chart_height(chart: Chart) -> int:
     """Return the height of a chart in pixels, including its legend."""
     return TOP + PLOT_HEIGHT + BOTTOM + ROW * len(chart.series) + 4
 
@@ -433,7 +433,7 @@ def draw_legend(series: Series, number: int) -> Iterator[str]:
     yield f'<text class="name" x="{LEFT + 32}" y="{y + 4}">{escape(name)}</text>'
 
 
-def axis_of_steps(steps: int) -> Axis:
+def make_step_axis(steps: int) -> Axis:
     """Return the horizontal axis, which starts at step 1."""
     last_step = max(steps, 2)
     span = WIDTH - RIGHT - LEFT
@@ -441,11 +441,11 @@ def axis_of_steps(steps: int) -> Axis:
     return Axis(position=lambda step: LEFT + (step - 1) / (last_step - 1) * span, ticks=whole_steps or [1])
 
 
-def axis_of_values(chart: Chart) -> Axis:
+def make_value_axis(chart: Chart) -> Axis:
     """Return the vertical axis, which is logarithmic, starts at zero or covers the range of the values."""
     values: list[float] = []
     for series in chart.series:
-        values += values_of(series)
+        values += collect_values(series)
     bottom = TOP + PLOT_HEIGHT
     if chart.is_log:
         low = math.log(min(values))
@@ -466,7 +466,7 @@ def axis_of_values(chart: Chart) -> Axis:
     )
 
 
-def values_of(series: Series) -> list[float]:
+def collect_values(series: Series) -> list[float]:
     """Return all values of a line and its band."""
     values = [point.value for point in series.points]
     for part in series.ranges:
@@ -502,14 +502,14 @@ def tick_label(value: float) -> str:
     return digits if len(digits) <= MAX_DIGITS else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
-def description(chart: Chart) -> str:
+def describe_chart(chart: Chart) -> str:
     """Describe the chart in words, for its alternative text."""
-    lines = [line_in_words(series) for series in chart.series]
+    lines = [describe_line(series) for series in chart.series]
     steps = "step 1" if chart.steps == 1 else f"steps 1 to {chart.steps:,}"
     return f"{chart.title}, {chart.note}, {steps}. {' '.join(lines)}"
 
 
-def line_in_words(series: Series) -> str:
+def describe_line(series: Series) -> str:
     """Describe the first, last and extreme values of a line in words."""
     first = series.points[0]
     last = series.points[-1]
@@ -536,7 +536,7 @@ class CurvesPicture(NamedTuple):
     words: str
 
 
-def picture(path: Path) -> CurvesPicture:
+def draw_picture(path: Path) -> CurvesPicture:
     """Draw the main charts of all training phases as one SVG file that supports light and dark mode.
 
     Raises:
@@ -546,7 +546,7 @@ def picture(path: Path) -> CurvesPicture:
     words: list[str] = []
     for phase in read_phases(path):
         charts = [chart for chart in main_charts(phase) if chart.series]
-        words += [f"{phase.name}: {description(chart)}" for chart in charts]
+        words += [f"{phase.name}: {describe_chart(chart)}" for chart in charts]
         if charts:
             rows.append(charts)
     if not rows:
@@ -557,8 +557,8 @@ def picture(path: Path) -> CurvesPicture:
     y = gap
     for charts in rows:
         for column, chart in enumerate(charts):
-            parts.append(draw(chart, x=gap + column * (WIDTH + gap), y=y))
-        y += max(height_of(chart) for chart in charts) + gap
+            parts.append(draw_chart(chart, x=gap + column * (WIDTH + gap), y=y))
+        y += max(chart_height(chart) for chart in charts) + gap
     style = (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {y}" width="{width}" height="{y}">'

@@ -34,7 +34,7 @@ class ImageRights(NamedTuple):
     note: str | None
 
 
-def rights_of(spec: DatasetSpec) -> ImageRights:
+def find_image_rights(spec: DatasetSpec) -> ImageRights:
     """Return whether the licence of a dataset permits showing its images, and the condition or reason."""
     try:
         return ImageRights(True, check_licence(spec, "show"))
@@ -73,7 +73,7 @@ def load_small(path: Path, sha256: bytes) -> Image.Image:
     return image
 
 
-def as_webp(image: Image.Image) -> bytes:
+def encode_webp(image: Image.Image) -> bytes:
     """Encode an image as WebP."""
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=88, method=4)
@@ -118,9 +118,9 @@ def draw_images(
         before = load_small(pair.before, pair.before_sha256)
         pair_saliency = saliency.get(pair.id)
         return PairImages(
-            before=as_webp(before),
-            after=as_webp(after),
-            outlined=None if pair_saliency is None else as_webp(draw_outlines(after, pair_saliency)),
+            before=encode_webp(before),
+            after=encode_webp(after),
+            outlined=None if pair_saliency is None else encode_webp(draw_outlines(after, pair_saliency)),
         )
 
     with ThreadPoolExecutor(usable_cpus()) as pool:

@@ -16,25 +16,25 @@ from m3diff.datasets.spec import DatasetSpec
 from m3diff.records.files import write_atomic
 from m3diff.report.curves import draw_phase, read_phases
 from m3diff.report.gallery import RunPairs, build_gallery
-from m3diff.report.images import MB, read_saliency, rights_of
+from m3diff.report.images import MB, find_image_rights, read_saliency
 from m3diff.report.origin import MADE, Origin
 from m3diff.report.score_tables import (
     describe_pairs,
     describe_rules,
     group_table,
     headline_table,
-    overview,
+    overview_table,
     published_table,
     type_table,
 )
-from m3diff.report.tables import file_name_of
-from m3diff.report.templates import templates
-from m3diff.report.verdict import verdict_of
+from m3diff.report.tables import file_name_of_protocol
+from m3diff.report.templates import load_templates
+from m3diff.report.verdict import judge_learning
 from m3diff.scoring import bootstrap
-from m3diff.scoring.grammar import ParsedCaption, type_order
+from m3diff.scoring.grammar import ParsedCaption, change_type_order
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
 from m3diff.scoring.protocols import ProtocolPairs, select_headline_protocols
-from m3diff.scoring.published import published_of
+from m3diff.scoring.published import find_published_rows
 from m3diff.scoring.results import EvaluateReport, ProtocolScores
 
 NO_KEY = "0" * 16  # placeholder for the page's key, which is a hash of the page
@@ -80,10 +80,10 @@ def write_report(evidence: Evidence, out: Path, embedded_mb: int) -> None:
     images = out / "images"
     images.mkdir(parents=True, exist_ok=True)
     values = page_values(evidence, images, embedded_mb)
-    text = templates().get_template("report.html.j2").render(key=NO_KEY, **values)
+    text = load_templates().get_template("report.html.j2").render(key=NO_KEY, **values)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     write_atomic(out / "report.html", text.replace(NO_KEY, key, 1))
-    # clear the file, which may contain the commit of an earlier page; `write_made` fills it in later
+    # clear the file, which may contain the commit of an earlier page; `write_creation_note` fills it in later
     write_atomic(out / MADE, "")
 
 
@@ -94,9 +94,9 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
         images: folder for images that are not embedded in the page.
     """
     scores = evidence.report.protocols
-    rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
+    rights = {dataset: find_image_rights(spec) for dataset, spec in evidence.specs.items()}
     saliency = read_saliency(evidence.saliency) if evidence.saliency.is_file() else {}
-    columns = table_columns(evidence.metrics, scores)
+    columns = choose_columns(evidence.metrics, scores)
     run = RunPairs(
         name="this run",
         pairs={protocol.name: {pair.id: pair for pair in protocol.pairs} for protocol in evidence.protocols},
@@ -105,7 +105,7 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
     )
     main_protocol = evidence.protocols[0]
     headline_protocols = select_headline_protocols(evidence.protocols)
-    parts = protocol_parts(evidence, columns)
+    parts = describe_protocols(evidence, columns)
     gallery = build_gallery([run], evidence.metrics, rights, saliency, images, embedded_mb * MB)
     descriptions = {protocol.name: describe_pairs(protocol.rules) for protocol in evidence.protocols}
     origin = evidence.origin
@@ -115,13 +115,13 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
         report=evidence.report,
         origin=origin,
         trainings=[draw_phase(training) for training in trainings],
-        verdict=verdict_of(headline_protocols, scores, last_training, origin.base),
+        verdict=judge_learning(headline_protocols, scores, last_training, origin.base),
         headline_table=headline_table(evidence.report, [protocol.name for protocol in headline_protocols]),
         datasets=list(dict.fromkeys(protocol.dataset for protocol in evidence.protocols)),
         first=scores[main_protocol.name],
         columns=columns.headline_scores,
         percentage_titles=percentage_titles(),
-        overview=overview(scores, columns.headline_scores, descriptions, evidence.notes),
+        overview=overview_table(scores, columns.headline_scores, descriptions, evidence.notes),
         parts=parts,
         published=[part for part in parts if part["published"] and part["is_headline"]],
         confusion=confusion_table(judged_captions(evidence, main_protocol)),
@@ -192,7 +192,7 @@ class TableColumns(NamedTuple):
     headline_scores: list[str]
 
 
-def table_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]) -> TableColumns:
+def choose_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]) -> TableColumns:
     """Choose the scores for tables: word scores or character scores, depending on what the protocols have."""
     computed_scores: set[str] = set()
     for protocol in protocols.values():
@@ -209,22 +209,22 @@ def table_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, Protoco
     return TableColumns(scores, headline_scores)
 
 
-def protocol_parts(evidence: Evidence, columns: TableColumns) -> list[dict[str, Any]]:
+def describe_protocols(evidence: Evidence, columns: TableColumns) -> list[dict[str, Any]]:
     """Return the page's section for each protocol. Only the first protocol of each dataset has a complete section."""
     headline_names = {protocol.name for protocol in select_headline_protocols(evidence.protocols)}
     parts = []
     for protocol in evidence.protocols:
         scores = evidence.report.protocols[protocol.name]
         is_headline = protocol.name in headline_names
-        types = sorted(scores.folder("by_type"), key=type_order) if is_headline else []
+        types = sorted(scores.groups_in_folder("by_type"), key=change_type_order) if is_headline else []
         published = None
         if not protocol.counts_characters:  # published scores are computed on words
-            published_rows = published_of(protocol.dataset, protocol.rules, is_headline)
+            published_rows = find_published_rows(protocol.dataset, protocol.rules, is_headline)
             published = published_table(protocol.name, scores, published_rows, protocol.rules.headline)
         parts.append(
             {
                 "name": protocol.name,
-                "id": file_name_of(protocol.name),
+                "id": file_name_of_protocol(protocol.name),
                 "pairs": describe_pairs(protocol.rules),
                 "rules": describe_rules(protocol.rules, protocol.counts_characters),
                 "counts_characters": protocol.counts_characters,
@@ -255,6 +255,6 @@ def confusion_table(captions: Iterable[ParsedCaption]) -> dict[str, Any]:
     for predicted_types in counts.values():
         types |= predicted_types.keys()
     return {
-        "columns": sorted(types, key=type_order),
-        "rows": {true_type: counts[true_type] for true_type in sorted(counts, key=type_order)},
+        "columns": sorted(types, key=change_type_order),
+        "rows": {true_type: counts[true_type] for true_type in sorted(counts, key=change_type_order)},
     }

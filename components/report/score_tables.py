@@ -10,8 +10,8 @@ from m3diff.report.tables import (
     Cell,
     Table,
     TableRow,
-    file_name_of,
-    in_papers_units,
+    file_name_of_protocol,
+    make_cell,
     mark_best,
 )
 from m3diff.scoring.metrics import HEADLINE_SCORES
@@ -29,23 +29,23 @@ MARK_NOTES = {
 }
 
 
-def row_of(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
+def make_row(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
     """Return the row for all pairs of a protocol: the number of pairs here and in papers, and scores with intervals."""
     papers = "" if scores.published_pairs is None else f" of {scores.published_pairs:,}"
     return TableRow(
         name=name,
         labels=(f"{scores.pairs:,}{papers}",),
-        cells=tuple(in_papers_units(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
-        marks=marks_of(scores),
+        cells=tuple(make_cell(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
+        marks=choose_marks(scores),
     )
 
 
-def notes_on_marks(rows: Sequence[TableRow]) -> list[str]:
+def explain_marks(rows: Sequence[TableRow]) -> list[str]:
     """Return the notes that explain the marks in the rows."""
     return [note for mark, note in MARK_NOTES.items() if any(mark in row.marks for row in rows)]
 
 
-def marks_of(scores: ProtocolScores) -> tuple[str, ...]:
+def choose_marks(scores: ProtocolScores) -> tuple[str, ...]:
     """Return the marks of a protocol, for fewer pairs than in papers and for CIDEr 0 because no pair has a change."""
     marks = []
     if scores.is_partial:
@@ -56,7 +56,7 @@ def marks_of(scores: ProtocolScores) -> tuple[str, ...]:
     return tuple(marks)
 
 
-def overview(
+def overview_table(
     protocols: Mapping[str, ProtocolScores],
     columns: Sequence[str],
     descriptions: Mapping[str, str],
@@ -69,9 +69,9 @@ def overview(
     """
     rows = []
     for name, scores in protocols.items():
-        row = row_of(name, scores, columns)
+        row = make_row(name, scores, columns)
         rows.append(row._replace(labels=(descriptions.get(name, ""), *row.labels)))
-    return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*notes_on_marks(rows), *notes])
+    return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*explain_marks(rows), *notes])
 
 
 def headline_table(report: EvaluateReport, headline_protocols: Sequence[str]) -> Table:
@@ -83,9 +83,7 @@ def headline_table(report: EvaluateReport, headline_protocols: Sequence[str]) ->
     protocols = [report.protocols[name] for name in headline_protocols]
     rows = []
     for score, headline in HEADLINE_SCORES.items():
-        cells = tuple(
-            in_papers_units(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols
-        )
+        cells = tuple(make_cell(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols)
         if any(cell.value is not None for cell in cells):
             rows.append(TableRow(headline.report_title, (), cells))
     return Table("headline", ("Score", *headline_protocols), rows)
@@ -128,26 +126,26 @@ def group_rows(scores: ProtocolScores, titles: Mapping[str, str], columns: Seque
             yield TableRow(
                 name=title,
                 labels=(f"{group['pairs']:,}",),
-                cells=tuple(in_papers_units(group.get(score)) for score in columns),
+                cells=tuple(make_cell(group.get(score)) for score in columns),
                 marks=(UNIFORM_MARK,) if is_uniform else (),
             )
 
 
 def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
     """Return the table of a protocol's groups: all pairs, and pairs with a change, with several changes or without."""
-    rows = [row_of("all", scores, columns), *group_rows(scores, GROUP_TITLES, columns)]
-    return Table(f"{file_name_of(protocol)}-groups", ("Pairs", "n", *columns), rows, notes_on_marks(rows))
+    rows = [make_row("all", scores, columns), *group_rows(scores, GROUP_TITLES, columns)]
+    return Table(f"{file_name_of_protocol(protocol)}-groups", ("Pairs", "n", *columns), rows, explain_marks(rows))
 
 
 def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
     """Return the table of pairs with exactly one change, by change type. It has accuracies if there is a grammar."""
-    groups = scores.folder("by_type").values()
+    groups = scores.groups_in_folder("by_type").values()
     accuracies = {
         title: score for title, score in ACCURACIES.items() if any(group.get(score) is not None for group in groups)
     }
     titles = {f"by_type/{change_type}": change_type for change_type in types}
     rows = list(group_rows(scores, titles, [*accuracies.values(), *columns]))
-    return Table(f"{file_name_of(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
+    return Table(f"{file_name_of_protocol(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
 
 
 def published_table(
@@ -163,8 +161,8 @@ def published_table(
     if not published_rows:
         return None
     papers = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
-    rows = [row_of("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
-    notes_on_this_run = notes_on_marks(rows)
+    rows = [make_row("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
+    notes_on_this_run = explain_marks(rows)
     for row in published_rows:
         rows.append(
             TableRow(
@@ -183,4 +181,4 @@ def published_table(
     sources = "; ".join(sorted({row.source for row in published_rows}))
     notes += [*notes_on_this_run, f"Published figures as given by {sources}."]
     columns = ("Method", "venue", "n", *PUBLISHED_SCORES)
-    return Table(f"{file_name_of(protocol)}-published", columns, mark_best(rows), notes)
+    return Table(f"{file_name_of_protocol(protocol)}-published", columns, mark_best(rows), notes)

@@ -8,10 +8,10 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from m3diff.report.tables import ABSENT, as_csv, as_latex, in_papers_units
+from m3diff.report.tables import ABSENT, as_csv, as_latex, make_cell
 
 
-def templates(*folders: Path) -> Environment:
+def load_templates(*folders: Path) -> Environment:
     """Return a Jinja environment that looks for templates first in the given folders, then in this folder."""
     environment = Environment(
         loader=FileSystemLoader([*folders, Path(__file__).parent]),
@@ -21,9 +21,9 @@ def templates(*folders: Path) -> Environment:
         undefined=StrictUndefined,
     )
     environment.filters |= {
-        "times100": lambda value: in_papers_units(value).text,
+        "times100": lambda value: make_cell(value).text,
         "percent": lambda value: ABSENT if value is None else f"{100 * value:.1f}%",
-        "cell": in_papers_units,
+        "cell": make_cell,
         "as_latex": as_latex,
         "as_csv": as_csv,
         "as_link": as_link,

@@ -25,7 +25,7 @@ class LearningVerdict(NamedTuple):
     advice: list[str]
 
 
-def verdict_of(
+def judge_learning(
     protocols: Sequence[ProtocolPairs],
     scores: Mapping[str, ProtocolScores],
     training: Phase | None = None,
@@ -39,9 +39,9 @@ def verdict_of(
         training: last training phase of the run. None if it is not known.
         base: folder of the base model that was trained.
     """
-    ciders = [cider_of(scores[protocol.name]) for protocol in protocols]
+    ciders = [find_cider(scores[protocol.name]) for protocol in protocols]
     computed_ciders = [cider for cider in ciders if cider is not None]
-    if not computed_ciders or max(computed_ciders) >= NO_CIDER or exact_share(protocols) > MAX_EXACT_SHARE:
+    if not computed_ciders or max(computed_ciders) >= NO_CIDER or share_of_exact_captions(protocols) > MAX_EXACT_SHARE:
         return None
     highest = f"{100 * max(computed_ciders):.1f}"
     test_sets = "the test set" if len(computed_ciders) == 1 else f"all {len(computed_ciders)} test sets"
@@ -51,16 +51,16 @@ def verdict_of(
         captions |= {pair.prediction for pair in protocol.pairs}
     if len(captions) == 1:
         sentence += f" It says the same of every pair: “{captions.pop() or '(nothing)'}”."
-    return LearningVerdict(sentence, advice_of(training, base))
+    return LearningVerdict(sentence, give_advice(training, base))
 
 
-def cider_of(scores: ProtocolScores) -> float | None:
+def find_cider(scores: ProtocolScores) -> float | None:
     """Return the CIDEr over all pairs, computed on words or, if that is absent, on characters."""
     cider = scores.scores.get("CIDEr")
     return scores.scores.get(f"CIDEr{BY_CHARACTERS}") if cider is None else cider
 
 
-def exact_share(protocols: Sequence[ProtocolPairs]) -> float:
+def share_of_exact_captions(protocols: Sequence[ProtocolPairs]) -> float:
     """Return the share of captions that equal one of their references.
 
     CIDEr alone is not enough for a verdict: if all references use the same words, CIDEr is 0 for any caption.
@@ -75,11 +75,11 @@ def exact_share(protocols: Sequence[ProtocolPairs]) -> float:
     return exact_captions / pairs if pairs else 0.0
 
 
-def advice_of(training: Phase | None, base: str) -> list[str]:
+def give_advice(training: Phase | None, base: str) -> list[str]:
     """Return sentences of advice, based on the training and its base model."""
     advice = []
     if training is not None and training.steps:
-        advice += advice_on_training(training)
+        advice += give_training_advice(training)
     if base.rstrip("/").endswith(EMBEDDED_BASE):
         advice.append(
             "The base that comes with the project knows its own drawn scenes alone. For photographs begin with a real "
@@ -88,7 +88,7 @@ def advice_of(training: Phase | None, base: str) -> list[str]:
     return advice or ["Open some pairs below: captions of one word or of none point at the prompt or the base."]
 
 
-def advice_on_training(training: Phase) -> list[str]:
+def give_training_advice(training: Phase) -> list[str]:
     """Return the length of a training phase and how its loss changed, followed by advice on what to try."""
     loss = first_and_last_loss(training)
     course = "" if loss is None else f", and the loss went from {loss[0]:.2f} to {loss[1]:.2f}"

@@ -150,7 +150,7 @@ def normalise(caption: str) -> str:
     return re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", caption).replace("\u2019", "'")
 
 
-def mark_of(caption: str) -> str | None:
+def find_mark(caption: str) -> str | None:
     """Return the first kind of `DATA_MARKS` that occurs in a dataset's caption, or None if no kind occurs."""
     normal_caption = normalise(caption)
     for kind, pattern in DATA_PATTERNS.items():
@@ -168,7 +168,7 @@ def may_repeat(caption: str) -> bool:
     return len(words) - len(set(words)) >= 4 or max(map(len, words), default=0) >= 10
 
 
-def widen(pattern: str) -> str:
+def widen_for_polars(pattern: str) -> str:
     """Return a pattern for polars that matches every text that a pattern of `MARKS` matches, and possibly more."""
     without_lookaround = LOOKAROUND.sub("", pattern)
     return "(?xim)" + COUNTED_REPETITION.sub("*", without_lookaround).replace(r"\Z", r"\z")
@@ -187,12 +187,12 @@ def find_candidates(kind: str, captions: Sequence[str]) -> list[str]:
     import polars as pl
 
     plain_captions = [caption for caption in captions if caption.isascii() and caption.isprintable()]
-    matches = pl.Series(plain_captions, dtype=pl.String).str.contains(widen(MARKS[kind]))
+    matches = pl.Series(plain_captions, dtype=pl.String).str.contains(widen_for_polars(MARKS[kind]))
     without_mark = {caption for caption, is_match in zip(plain_captions, matches, strict=True) if not is_match}
     return [caption for caption in captions if caption not in without_mark]
 
 
-def notes_of_marks(captions: Iterable[str], subject: str = "captions", without: Collection[str] = ()) -> list[str]:
+def note_marks(captions: Iterable[str], subject: str = "captions", without: Collection[str] = ()) -> list[str]:
     """Return a note for each kind of mark that is found: how many captions have it, and an example.
 
     Args:

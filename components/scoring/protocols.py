@@ -78,7 +78,7 @@ def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpe
     return specs
 
 
-def protocols_of(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
+def list_protocols(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
     """Return the protocols of a dataset, or of one of its parts. The headline protocol comes first.
 
     A dataset without protocols gets a single protocol that includes all pairs.
@@ -94,7 +94,7 @@ def select_protocols(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]
         pairs_by_dataset[pair.dataset].append(pair)
     protocols = []
     for dataset, spec in specs.items():
-        for protocol in protocols_of(dataset, spec):
+        for protocol in list_protocols(dataset, spec):
             protocol_pairs = apply_protocol(protocol, pairs_by_dataset[dataset])
             if protocol_pairs:
                 protocols.append(ProtocolPairs(dataset, protocol, protocol_pairs))
@@ -182,7 +182,7 @@ def length_class(pair: EvalPair) -> int:
     return max(fewest_words for fewest_words in LENGTHS if fewest_words <= mean)
 
 
-def note_of_scripts(protocol: ProtocolPairs) -> list[str]:
+def note_scripts(protocol: ProtocolPairs) -> list[str]:
     """Return a note if some references have no spaces between words, otherwise an empty list.
 
     The note contains their number and says whether scores count characters or words.

@@ -48,11 +48,11 @@ class ProtocolScores(BaseModel):
         content |= self.scores
         content["intervals"] = {score: interval.model_dump() for score, interval in self.intervals.items()}
         content |= {name: scores for name, scores in self.groups.items() if "/" not in name}
-        content |= {folder: self.folder(folder) for folder in FOLDERS}
+        content |= {folder: self.groups_in_folder(folder) for folder in FOLDERS}
         content["absent"] = self.absent
         return content
 
-    def folder(self, folder: str) -> dict[str, Scores]:
+    def groups_in_folder(self, folder: str) -> dict[str, Scores]:
         """Return the scores of all groups named "<folder>/<name>", by <name>."""
         prefix = f"{folder}/"
         return {name.removeprefix(prefix): scores for name, scores in self.groups.items() if name.startswith(prefix)}

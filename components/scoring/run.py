@@ -22,9 +22,9 @@ from m3diff.scoring.metrics import (
     Program,
     Tokens,
     Tools,
-    by_characters,
+    add_character_variants,
+    make_character_variant,
     needs_java,
-    with_characters,
 )
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
@@ -89,7 +89,8 @@ def compute_metrics(
                     protocol_tokens = tokens.get(protocol.name, Tokens({}, {}, None))
                     tools = Tools(protocol_tokens, answers, parsed, judge)
                     if protocol.counts_characters and metric.reads == "tokens":
-                        character_scores = by_characters(metric).compute(protocol.pairs, protocol.groups, tools)
+                        variant = make_character_variant(metric)
+                        character_scores = variant.compute(protocol.pairs, protocol.groups, tools)
                         scores[protocol.name][f"{name}{BY_CHARACTERS}"] = character_scores
                     else:
                         scores[protocol.name][name] = metric.compute(protocol.pairs, protocol.groups, tools)
@@ -143,13 +144,13 @@ def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
 
 def metrics_of(metrics: Mapping[str, Metric], protocol: ProtocolPairs) -> dict[str, Metric]:
     """Return the metrics that metrics.json lists for a protocol, with character metrics if it counts characters."""
-    return with_characters(metrics) if protocol.counts_characters else dict(metrics)
+    return add_character_variants(metrics) if protocol.counts_characters else dict(metrics)
 
 
 def metrics_of_all(metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs]) -> dict[str, Metric]:
     """Return the metrics that metrics.json lists for at least one of the protocols."""
     needs_characters = any(protocol.counts_characters for protocol in protocols)
-    return with_characters(metrics) if needs_characters else dict(metrics)
+    return add_character_variants(metrics) if needs_characters else dict(metrics)
 
 
 def absent_word_scores(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:

@@ -182,7 +182,7 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(typed, monkeypa
     result = {"check": ([], True), "export_hub": []}.get(function, RESULT)
     recorder = Recorder(monkeypatch, f"m3diff.{module}", **{function: result})
     monkeypatch.setattr("m3diff.registry.tracking.log_evaluation", lambda *arguments: None)
-    monkeypatch.setattr("m3diff.report.origin.write_made", lambda folder: None)
+    monkeypatch.setattr("m3diff.report.origin.write_creation_note", lambda folder: None)
     monkeypatch.setattr("m3diff.scoring.results.headline_scores", lambda report: {})
     assert main(shlex.split(typed)) == 0
     for _, arguments in recorder.calls:
@@ -360,7 +360,7 @@ def training_run(monkeypatch: pytest.MonkeyPatch) -> Any:
         "m3diff.registry.tracking.log_curves_while_training", lambda *arguments: calls.append(arguments)
     )
     monkeypatch.setattr("m3diff.registry.tracking.log_evaluation", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr("m3diff.report.origin.write_made", lambda folder: None)
+    monkeypatch.setattr("m3diff.report.origin.write_creation_note", lambda folder: None)
     monkeypatch.setattr("m3diff.scoring.results.headline_scores", lambda report: {"mini/total": {"CIDEr": 51.2}})
     trainer = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=None)

@@ -12,7 +12,7 @@ from m3diff.report.score_tables import (
     describe_rules,
     group_table,
     headline_table,
-    overview,
+    overview_table,
     published_table,
     type_table,
 )
@@ -37,14 +37,14 @@ def texts(table: Table) -> list[list[str]]:
 
 def test_a_partial_protocol_is_marked_and_a_full_one_is_not():
     protocols = {"a/x": scores(1270, 7970, CIDEr=0.5), "b/y": scores(4, 4, CIDEr=0.25), "c/z": scores()}
-    found = overview(protocols, ["CIDEr", "SPICE"], {"a/x": "all pairs"})
+    found = overview_table(protocols, ["CIDEr", "SPICE"], {"a/x": "all pairs"})
     assert found.columns == ("Protocol", "Pairs", "n", "CIDEr", "SPICE")
     rows = [["a/x", "all pairs", "1,270 of 7,970", "50.0", "–", "*"], ["b/y", "", "4 of 4", "25.0", "–", ""]]
     rows.append(["c/z", "", "4", "–", "–", ""])
     assert texts(found) == rows
     assert found.notes == ["* Fewer pairs than papers score: not comparable with published figures."]
     assert found.rows[0].cells[0].interval == Interval(low=25, high=75)
-    assert overview({"b/y": scores(4, 4)}, [], {}).notes == []
+    assert overview_table({"b/y": scores(4, 4)}, [], {}).notes == []
 
 
 def test_groups_that_have_pairs_have_a_row_and_types_a_table_of_their_own():
@@ -116,7 +116,7 @@ def test_pairs_without_a_change_are_marked_where_their_cider_is_0_and_nowhere_el
         "b/mixed": scores(4, CIDEr=0.5, groups=mixed),
         "c/bad": scores(4, CIDEr=0.0),
     }
-    found = overview(protocols, ["CIDEr"], {})
+    found = overview_table(protocols, ["CIDEr"], {})
     assert [row.marks for row in found.rows] == [("‡",), (), ()]
     assert [note[0] for note in found.notes] == ["‡"]
     assert [row.marks for row in group_table("b/mixed", protocols["b/mixed"], ["CIDEr"]).rows] == [(), ("‡",)]

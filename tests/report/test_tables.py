@@ -5,12 +5,12 @@ import io
 
 import pytest
 
-from m3diff.report.tables import Cell, Table, TableRow, as_csv, as_latex, in_papers_units, mark_best
+from m3diff.report.tables import Cell, Table, TableRow, as_csv, as_latex, make_cell, mark_best
 from m3diff.scoring.bootstrap import Interval
 
 
 def test_a_score_is_shown_times_100_with_its_interval_and_a_difference_with_its_sign():
-    shown = in_papers_units
+    shown = make_cell
     cells = [shown(0.4567, Interval(low=0.4, high=0.5049)), shown(None, Interval(low=0, high=1))]
     cells.append(shown(0.0123, Interval(low=-0.004, high=0.03), is_difference=True))
     wanted = [("45.7", "40.0–50.5"), ("–", ""), ("+1.2", "-0.4 to +3.0")]

@@ -11,8 +11,8 @@ import pytest
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.report.curves import Phase, Point
-from m3diff.report.origin import origin_of_training, write_made
-from m3diff.report.verdict import LearningVerdict, verdict_of
+from m3diff.report.origin import read_origin, write_creation_note
+from m3diff.report.verdict import LearningVerdict, judge_learning
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.results import ProtocolScores
@@ -44,7 +44,7 @@ def scored(value: float | None, name: str = "CIDEr") -> ProtocolScores:
 
 
 def verdict(cider: float | None, captions: list[str] = NOISE, **more: Any) -> LearningVerdict | None:
-    return verdict_of([protocol(captions)], {"toy/test": scored(cider)}, **more)
+    return judge_learning([protocol(captions)], {"toy/test": scored(cider)}, **more)
 
 
 @pytest.mark.parametrize("cider", [0.0, 0.004, 0.0099])
@@ -68,13 +68,13 @@ def test_captions_that_are_references_word_for_word_are_learned_though_cider_is_
 
 def test_one_test_set_that_went_well_is_enough_for_no_verdict():
     protocols = [protocol(NOISE), protocol(NOISE, "other")]
-    assert verdict_of(protocols, {"toy/test": scored(0.0), "other/test": scored(0.8)}) is None
-    assert verdict_of(protocols, {"toy/test": scored(0.0), "other/test": scored(0.0)}) is not None
+    assert judge_learning(protocols, {"toy/test": scored(0.0), "other/test": scored(0.8)}) is None
+    assert judge_learning(protocols, {"toy/test": scored(0.0), "other/test": scored(0.0)}) is not None
 
 
 def test_scores_of_characters_count_where_words_have_none():
     scores = {"toy/test": replace_scores({"CIDEr": None, "CIDEr-char": 0.0})}
-    assert verdict_of([protocol(NOISE)], scores) is not None
+    assert judge_learning([protocol(NOISE)], scores) is not None
 
 
 def replace_scores(values: dict[str, float | None]) -> ProtocolScores:
@@ -162,7 +162,7 @@ def write_report(folder: Path, **changes: Any) -> Path:
 def made(folder: Path) -> str:
     """The sentence of made.js beside a page of the folder."""
     (folder / "report.html").write_text('<div id="made" data-key="0123456789abcdef" hidden></div>')
-    write_made(folder)
+    write_creation_note(folder)
     key, text = re.fullmatch(r'made\("(.*?)", "(.*)"\)\n', (folder / "made.js").read_text()).groups()
     assert key == "0123456789abcdef"
     return text
@@ -173,7 +173,7 @@ def code_of(text: str) -> str:
 
 
 def test_the_head_names_model_base_training_parameters_and_rates(project):
-    facts = origin_of_training(write_report(project)).facts
+    facts = read_origin(write_report(project)).facts
     assert facts["Model"] == "small (family m3diff)"
     assert facts["Base"] == "data/00_base"
     assert facts["Training"] == "1,097 steps of 16 sequences (2.7 epochs, 35,056 captions), seed 5"
@@ -197,12 +197,12 @@ def test_the_file_beside_the_page_names_the_commit_and_when_the_page_was_drawn(p
     ids=["best checkpoint", "alignment", "model of its family's name"],
 )
 def test_the_head_says_what_is_special_about_a_training(project, changes, name, value):
-    assert origin_of_training(write_report(project, **changes)).facts[name] == value
+    assert read_origin(write_report(project, **changes)).facts[name] == value
 
 
 @pytest.mark.parametrize("warnings", [["few steps"], []], ids=["warned", "not warned"])
 def test_the_head_has_the_warnings_of_the_training(project, warnings):
-    assert origin_of_training(write_report(project, warnings=warnings)).warnings == warnings
+    assert read_origin(write_report(project, warnings=warnings)).warnings == warnings
 
 
 def test_a_commit_of_documents_or_of_the_lock_does_not_change_the_code_of_the_page(project):
@@ -223,12 +223,12 @@ def test_changed_parameters_that_are_not_committed_are_named(project):
 def test_without_git_or_training_the_head_says_what_is_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert origin_of_training(tmp_path).facts == {}
-    assert origin_of_training(tmp_path).curves is None
+    assert read_origin(tmp_path).facts == {}
+    assert read_origin(tmp_path).curves is None
     assert made(tmp_path).startswith("page drawn on ")
 
 
 def test_a_damaged_report_of_the_training_is_named(project):
     (project / "report.json").write_text('{"steps": 5')
     with raises(DataError, "files.unreadable_stage_output", path=project / "report.json", writer="train"):
-        origin_of_training(project)
+        read_origin(project)

@@ -8,7 +8,7 @@ import pytest
 
 from m3diff.datasets.minichange.language import grammar as minichange_grammar
 from m3diff.records.errors import DataError
-from m3diff.scoring.grammar import Clause, Grammar, ParsedCaption, load_grammars, parse_predictions, type_order
+from m3diff.scoring.grammar import Clause, Grammar, ParsedCaption, change_type_order, load_grammars, parse_predictions
 from tests.errors import raises
 from tests.scoring import bench
 
@@ -42,7 +42,7 @@ def strictly(kind: str, prediction: str, *references: str, swapped: str | None =
     ],
 )
 def test_a_caption_is_read_clause_by_clause(caption: str, clauses: list[Clause], name: str):
-    assert bench.grammar().read(caption) == clauses
+    assert bench.grammar().parse_clauses(caption) == clauses
     found = parsed(caption, RED)
     assert found.predicted_type == name
     assert found.is_unreadable == (Clause("unreadable") in clauses)
@@ -61,17 +61,17 @@ def test_a_caption_is_read_clause_by_clause(caption: str, clauses: list[Clause],
     ],
 )
 def test_type_place_and_exact_verdicts(caption: str, wanted: tuple[bool, bool, bool]):
-    assert parsed(caption, RED).correct == wanted
+    assert parsed(caption, RED).correctness == wanted
 
 
 def test_whatever_reference_names_the_object_counts_but_each_part_for_itself():
     caption = "the red cube at the left became blue"
     both = ("the red box at the left turned blue", "the red cube at the top turned blue")
-    assert parsed(caption, *both).correct.exact
+    assert parsed(caption, *both).correctness.exact
     found = parsed(RED, RED)
-    assert found.agreement(Clause("color", "red cube", "at the top")) == (True, True, False)
-    assert found.agreement(Clause("color", "red ball", "at the left")) == (True, False, True)
-    assert found.agreement(Clause("removal", "red cube", "at the left")) == (False, False, False)
+    assert found.compare_with_references(Clause("color", "red cube", "at the top")) == (True, True, False)
+    assert found.compare_with_references(Clause("color", "red ball", "at the left")) == (True, False, True)
+    assert found.compare_with_references(Clause("removal", "red cube", "at the left")) == (False, False, False)
 
 
 SIGN = "at the top the small red sign reads"
@@ -107,8 +107,8 @@ ELSEWHERE = {
 def test_a_caption_that_is_wrong_in_one_thing_is_wrong_exactly(what: str):
     """By place too where object and place say all that changed."""
     kind, reference, prediction = (WRONG | ELSEWHERE)[what]
-    assert strictly(kind, prediction, reference).correct == (True, what in WRONG, False)
-    assert strictly(kind, reference, reference).correct.exact
+    assert strictly(kind, prediction, reference).correctness == (True, what in WRONG, False)
+    assert strictly(kind, reference, reference).correctness.exact
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_caption_that_is_wrong_in_one_thing_is_wrong_exactly(what: str):
 )
 def test_what_it_was_need_not_be_said_and_is_not_judged_where_no_reference_tells(said, references, right: bool):
     found = strictly("orientation", said, *(f"{ARROW} {reference}" for reference in references))
-    assert found.correct.exact is right
+    assert found.correctness.exact is right
 
 
 SWAPPED = {
@@ -144,11 +144,11 @@ SWAPPED = {
 
 @pytest.mark.parametrize("reference", SWAPPED)
 def test_swapped_images_show_the_inverse_change(reference: str):
-    (clause,) = MINI.read(reference)
+    (clause,) = MINI.parse_clauses(reference)
     for swapped, right in ((SWAPPED[reference], True), (reference, False), ("nothing changed", False)):
-        found = strictly(clause.type, reference, reference, swapped=swapped).reversed
+        found = strictly(clause.type, reference, reference, swapped=swapped).reversed_caption
         assert found is not None
-        assert found.correct.exact is right
+        assert found.correctness.exact is right
 
 
 def test_only_pairs_of_one_change_with_an_inverse_have_a_reversal():
@@ -156,21 +156,21 @@ def test_only_pairs_of_one_change_with_an_inverse_have_a_reversal():
     two = f"{BOX} turned blue, and {LAMP}"
     gone = f"{BOX} was removed and left a mark"
     for kind, text, swapped in (("color", one, None), ("color", two, two), ("removal", gone, gone)):
-        assert strictly(kind, text, text, swapped=swapped).reversed is None
-    assert strictly("none", "nothing changed", "nothing changed", swapped="nothing changed").reversed is None
+        assert strictly(kind, text, text, swapped=swapped).reversed_caption is None
+    assert strictly("none", "nothing changed", "nothing changed", swapped="nothing changed").reversed_caption is None
     pair = replace(bench.pair(RED, [RED], ["color"]), reversed_prediction=RED)
-    assert bench.parse([pair])[pair.id].reversed is None
-    found = strictly("color", one, one, swapped="at the top the small blue box turned green").reversed
+    assert bench.parse([pair])[pair.id].reversed_caption is None
+    found = strictly("color", one, one, swapped="at the top the small blue box turned green").reversed_caption
     assert found is not None
-    assert found.correct == (True, True, False), "it is judged as strictly"
+    assert found.correctness == (True, True, False), "it is judged as strictly"
 
 
 def test_of_two_changes_of_one_type_object_place_and_colour_must_belong_together():
     crossed = "the red cube at the top turned blue, and the blue ball at the left turned red"
-    assert not parsed(crossed, f"{RED}, and {BLUE}").correct.place
-    assert parsed(f"{BLUE}, and {RED}", f"{RED}, and {BLUE}").correct.exact
+    assert not parsed(crossed, f"{RED}, and {BLUE}").correctness.place
+    assert parsed(f"{BLUE}, and {RED}", f"{RED}, and {BLUE}").correctness.exact
     colours = "the red cube at the left turned red, and the blue ball at the top turned blue"
-    assert parsed(colours, f"{RED}, and {BLUE}").correct == (True, True, False)
+    assert parsed(colours, f"{RED}, and {BLUE}").correctness == (True, True, False)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_prediction_is_read_with_its_datasets_grammar_if_that_reads_a_referenc
     assert {i: caption.predicted_type for i, caption in found.items()} == {"toy/0": "color", "toy/1": "loud"}
     assert found["toy/1"].reference_clauses == [[Clause("loud")]]
     ordered = ["viewpoint", "color", "drop", "none", "several", "unreadable"]  # OmniDiff's, a dataset's own, the rest
-    assert sorted(reversed(ordered), key=type_order) == ordered
+    assert sorted(reversed(ordered), key=change_type_order) == ordered
 
 
 RULES = '"clause_separator": ", ", "no_change": []'

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from m3diff.datasets.minichange import CHANGE_TYPES, LEVELS, references, sample_types
-from m3diff.scoring.marks import PATTERNS, REPETITION, find_candidates, may_repeat, notes_of_marks
+from m3diff.scoring.marks import PATTERNS, REPETITION, find_candidates, may_repeat, note_marks
 
 TEXTS = [
     "the lamp on the table is gone",
@@ -59,7 +59,7 @@ MARKS = {
 @pytest.mark.parametrize(("kind", "variant"), [(kind, variant) for kind in MARKS for variant in MARKS[kind]])
 def test_a_mark_in_every_caption_is_counted_and_one_caption_is_shown(kind: str, variant: str):
     marked = [variant.format(text) for text in TEXTS]
-    (note,) = [note for note in notes_of_marks(marked) if note.startswith("6 of 6 captions ") and kind in note]
+    (note,) = [note for note in note_marks(marked) if note.startswith("6 of 6 captions ") and kind in note]
     shown = literal_eval(note.partition("such as ")[2].removesuffix("; scored unchanged"))
     assert shown in marked[0]
 
@@ -67,14 +67,14 @@ def test_a_mark_in_every_caption_is_counted_and_one_caption_is_shown(kind: str, 
 @pytest.mark.parametrize("kind", MARKS)
 def test_one_marked_reference_is_enough_for_a_note(kind: str):
     captions = [*TEXTS, MARKS[kind][0].format(TEXTS[0])]
-    (note,) = [note for note in notes_of_marks(captions, "references") if kind in note]
+    (note,) = [note for note in note_marks(captions, "references") if kind in note]
     assert note.startswith("1 of 7 references ")
 
 
 @pytest.mark.parametrize("text", ["\n", " ", "!", ". ", "a ", "* a ", "`a ", "<a ", "a: ", "| ", "{a: ", "what image "])
 def test_a_long_caption_takes_no_time(text: str):
     begin = time.process_time()
-    notes_of_marks([text * 30_000, text * 30_000 + "x"])
+    note_marks([text * 30_000, text * 30_000 + "x"])
     assert time.process_time() - begin < 4
 
 
@@ -89,7 +89,7 @@ ORDINARY = [
 
 
 def test_ordinary_captions_have_no_note():
-    assert notes_of_marks((ORDINARY + TEXTS) * 3) == []
+    assert note_marks((ORDINARY + TEXTS) * 3) == []
 
 
 def test_captions_of_minichange_have_no_note():
@@ -100,7 +100,7 @@ def test_captions_of_minichange_have_no_note():
             changes = level.sample_pair(rng, sample_types(rng, number, 0.3, CHANGE_TYPES))[3]
             captions += references(changes, 3)
     assert len(captions) > 2_000
-    assert notes_of_marks(captions) == []
+    assert note_marks(captions) == []
 
 
 # Parts of marked captions; joined at random, many hold a mark of some kind and many hold none
@@ -133,7 +133,7 @@ def test_the_fast_search_leaves_out_what_people_write():
 
 def test_a_note_counts_every_copy_of_a_marked_caption():
     captions = ["<|im_end|> gone", "the cube is gone", "<|im_end|> gone"]
-    (note,) = notes_of_marks(captions)
+    (note,) = note_marks(captions)
     assert note.startswith("2 of 3 captions ")
     assert "'<|im_end|> gone'" in note
 

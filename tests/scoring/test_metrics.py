@@ -33,13 +33,13 @@ from m3diff.scoring.metrics import (
     change_accuracy,
     choose_metrics,
     cider,
+    divide_sums,
     gate_metrics,
     mean_of,
     pixel_threshold,
-    ratio,
     rouge_l,
 )
-from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, differences, roc_auc
+from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, measure_differences, roc_auc
 from m3diff.scoring.pairs import ALL, Groups
 from tests.errors import Message, raises
 from tests.scoring import bench
@@ -304,13 +304,13 @@ def test_the_window_is_the_worst_one_of_a_sixteenth_of_the_frame(place: tuple[in
     after = before.copy()
     after[place[0] : place[0] + 4, place[1] : place[1] + 4] = 48
     found = {"mean": 48 * 16 / 64**2, "window": worst}
-    assert differences(grey(before), grey(after)) == differences(grey(after), grey(before)) == found
+    assert measure_differences(grey(before), grey(after)) == measure_differences(grey(after), grey(before)) == found
     small = np.zeros((3, 8))
     narrow = np.zeros((3, 8))
     narrow[2, 7] = 30
-    assert differences(grey(small), grey(narrow))["window"] == 30.0
+    assert measure_differences(grey(small), grey(narrow))["window"] == 30.0
     red = np.tile(np.array([130, 100, 100], np.uint8), (4, 4, 1))
-    assert differences(grey(np.full((4, 4), 100)), red)["mean"] == 10.0
+    assert measure_differences(grey(np.full((4, 4), 100)), red)["mean"] == 10.0
 
 
 def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_path: Path):
@@ -423,7 +423,7 @@ def test_each_score_has_its_own_columns_and_each_protocol_its_own_rows():
     counts = np.stack([right[0], np.ones(400), left[0]], axis=1)
     rows = table(score=left[0].tolist(), counts=counts.tolist())
     other = table("toy/other", score=left[1].tolist(), counts=(counts + 5).tolist())
-    metrics = {"a": metric(one=MEAN), "b": metric(two=Resampled("counts", ratio(0, 1)))}
+    metrics = {"a": metric(one=MEAN), "b": metric(two=Resampled("counts", divide_sums(0, 1)))}
     found = intervals(pa.concat_tables([other, rows]), metrics, P)
     assert list(found) == ["one", "two"]
     assert found["one"].low < left[0].mean() < found["one"].high < 1 < 8 < found["two"].low < right[0].mean()
@@ -467,7 +467,7 @@ def test_the_gain_of_two_models_is_that_of_the_same_pairs_in_any_order():
     wholes = rng.integers(1, 9, 300)  # a score that is no mean is compared by its sums
     parts = [rng.binomial(wholes, share) for share in (0.7, 0.5)]
     ours, theirs = (table(counts=np.stack([part, wholes], axis=1).astype(float).tolist()) for part in parts)
-    first, second, interval = compare(ours, theirs, P, Resampled("counts", ratio(0, 1)))
+    first, second, interval = compare(ours, theirs, P, Resampled("counts", divide_sums(0, 1)))
     assert first == pytest.approx(parts[0].sum() / wholes.sum())
     assert first - second == pytest.approx(0.2, abs=0.06)
     assert 0.1 < interval.low < first - second < interval.high < 0.3

@@ -10,7 +10,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring.pairs import ALL
-from m3diff.scoring.protocols import apply_protocol, group_pairs, load_specs, protocols_of, select_protocols
+from m3diff.scoring.protocols import apply_protocol, group_pairs, list_protocols, load_specs, select_protocols
 from tests.errors import raises
 from tests.scoring import bench
 
@@ -134,16 +134,16 @@ def test_references_are_joined_and_every_text_is_cut_by_the_protocol(rules, refe
 
 
 def test_a_part_of_a_dataset_has_the_protocols_of_its_name():
-    protocols = protocols_of("omnidiff_real", DATASETS["omnidiff"])
+    protocols = list_protocols("omnidiff_real", DATASETS["omnidiff"])
     assert {protocol.part for protocol in protocols} == {"omnidiff_real"}
 
 
 def test_a_dataset_without_protocols_has_one_of_all_pairs():
-    assert protocols_of("mine", DATASETS["omnidiff"]) == (Protocol("test", n=None),)
+    assert list_protocols("mine", DATASETS["omnidiff"]) == (Protocol("test", n=None),)
 
 
 def test_a_dataset_of_another_name_has_the_protocols_of_its_reader():
-    assert protocols_of("mine", DATASETS["clevr_change"]) == DATASETS["clevr_change"].protocols
+    assert list_protocols("mine", DATASETS["clevr_change"]) == DATASETS["clevr_change"].protocols
 
 
 @pytest.mark.parametrize(

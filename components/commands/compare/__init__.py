@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.files import write_atomic
 from m3diff.report.gallery import RunPairs, build_gallery
-from m3diff.report.images import MB, rights_of
-from m3diff.report.tables import Table, TableRow, file_name_of, in_papers_units, text_lines
-from m3diff.report.templates import templates
+from m3diff.report.images import MB, find_image_rights
+from m3diff.report.tables import Table, TableRow, file_name_of_protocol, format_lines, make_cell
+from m3diff.report.templates import load_templates
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import Grammar, load_grammars, parse_predictions
-from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, with_characters
+from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, add_character_variants
 from m3diff.scoring.pairs import EvalPair, read_test_records
 from m3diff.scoring.protocols import load_specs
 
@@ -68,15 +68,18 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
         raise DataError("compare.unknown_pairs", path=clean / "records.parquet", names=unknown_ids, name=unknown_ids[0])
     specs = load_specs(records, (test_pairs[pair_id] for pair_id in compared_ids))
     grammars = load_grammars(records, specs)
-    rights = {dataset: rights_of(spec) for dataset, spec in specs.items()}
+    rights = {dataset: find_image_rights(spec) for dataset, spec in specs.items()}
     run_pairs = [
         pairs_of_run(name, run, protocols, test_pairs, grammars) for name, run in zip(names, runs, strict=True)
     ]
     images = out.with_name(f"{out.stem}_images")
-    page = templates(Path(__file__).parent).get_template("compare.html.j2")
+    parts = []
+    for protocol, table in differences.items():
+        parts.append({"name": protocol, "id": file_name_of_protocol(protocol), "table": table})
+    page = load_templates(Path(__file__).parent).get_template("compare.html.j2")
     text = page.render(
         runs=names,
-        parts=[{"name": name, "id": file_name_of(name), "table": table} for name, table in differences.items()],
+        parts=parts,
         gallery=build_gallery(run_pairs, metrics, rights, {}, images, EMBEDDED_MB * MB),
         gallery_title="Pair by pair",
         gallery_note=f"Differences are {names[1]} minus {names[0]}.",
@@ -173,7 +176,7 @@ def shared_metrics(first: ComparedRun, second: ComparedRun) -> dict[str, Metric]
     columns = set(first.table.column_names) & set(second.table.column_names)
     return {
         name: metric
-        for name, metric in with_characters(METRICS).items()
+        for name, metric in add_character_variants(METRICS).items()
         if metric.columns and set(metric.columns) <= columns
     }
 
@@ -192,12 +195,12 @@ def difference_table(
         if comparison is not None:
             gain = comparison.first - comparison.second
             cells = (
-                in_papers_units(comparison.second),
-                in_papers_units(comparison.first),
-                in_papers_units(gain, comparison.interval, is_difference=True),
+                make_cell(comparison.second),
+                make_cell(comparison.first),
+                make_cell(gain, comparison.interval, is_difference=True),
             )
             rows.append(TableRow(name, (), cells))
-    return Table(f"{file_name_of(protocol)}-difference", ("Score", *names, "difference"), rows)
+    return Table(f"{file_name_of_protocol(protocol)}-difference", ("Score", *names, "difference"), rows)
 
 
 def pairs_of_run(
@@ -227,4 +230,4 @@ def pairs_of_run(
 
 def as_text(protocol: str, table: Table) -> str:
     """Return the table of a protocol as text for the terminal."""
-    return "\n".join([protocol, *text_lines(table)])
+    return "\n".join([protocol, *format_lines(table)])

@@ -19,7 +19,7 @@ from m3diff.scoring.grammar import parse_predictions
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
-from m3diff.scoring.notes import notes_of_texts
+from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import ALL
 from m3diff.scoring.protocols import ProtocolPairs, apply_protocol
 from m3diff.scoring.results import score_table
@@ -91,12 +91,12 @@ def score_pairs(
     notes: list[str] = []
     shown_metrics = metrics_of_all(metrics, [protocol_pairs])
 
-    def note_texts() -> None:
+    def collect_notes() -> None:
         predictions = [pair.prediction for pair in matched.pairs]
         references = [reference for pair in matched.pairs for reference in pair.references]
-        notes.extend(notes_of_texts([protocol_pairs], shown_metrics, predictions, references))
+        notes.extend(note_texts([protocol_pairs], shown_metrics, predictions, references))
 
-    all_scores = compute_metrics(metrics, [protocol_pairs], parsed, spice_dir, LIMIT_S, meanwhile=note_texts)
+    all_scores = compute_metrics(metrics, [protocol_pairs], parsed, spice_dir, LIMIT_S, meanwhile=collect_notes)
     scores = all_scores[protocol_pairs.name]
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError("score.spice_failed", path=spice_dir, cause=scores.absent["SPICE"])

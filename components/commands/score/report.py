@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.report.score_tables import published_table
-from m3diff.report.tables import Table, TableRow, in_papers_units, text_lines
+from m3diff.report.tables import Table, TableRow, format_lines, make_cell
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import Value
 from m3diff.scoring.published import PublishedRow
@@ -45,12 +45,12 @@ class ScoreReport(BaseModel):
         yield from self._head_lines()
         yield from (f"  FAULT {fault}" for fault in self.faults)
         yield from (f"  note: {note}" for note in self.notes)
-        yield from (f"  {line}" for line in text_lines(self._score_table()))
+        yield from (f"  {line}" for line in format_lines(self._score_table()))
         yield from (f"  {name}: {reason}" for name, reason in self.absent.items())
         published = self._published_table()
         if published is not None:
             yield f"  published figures beside it, by {self.headline}:"
-            yield from (f"    {line}" for line in text_lines(published))
+            yield from (f"    {line}" for line in format_lines(published))
             yield from (f"    {note}" for note in published.notes)
 
     def _head_lines(self) -> Iterator[str]:
@@ -68,7 +68,7 @@ class ScoreReport(BaseModel):
         rows = []
         for name, value in self.scores.items():
             label = "" if value is None else f"{value:.4f}"
-            cell = in_papers_units(value, self.intervals.get(name))
+            cell = make_cell(value, self.intervals.get(name))
             rows.append(TableRow(name, (label,), (cell,)))
         return Table("scores", ("score", "value", "x 100, 95 % interval"), rows)
 

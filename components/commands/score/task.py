@@ -10,8 +10,8 @@ from pathlib import Path
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
 from m3diff.records.errors import DataError, Fault
-from m3diff.scoring.protocols import protocols_of
-from m3diff.scoring.published import PublishedRow, published_of
+from m3diff.scoring.protocols import list_protocols
+from m3diff.scoring.published import PublishedRow, find_published_rows
 from m3diff.settings.section import ParamsError
 
 
@@ -91,7 +91,7 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
     if benchmark not in known_benchmarks:
         raise DataError("score.benchmark_unknown", value=benchmark, names=list(known_benchmarks))
     spec = known_benchmarks[benchmark].spec
-    protocols = {candidate.name: candidate for candidate in protocols_of(benchmark, spec)}
+    protocols = {candidate.name: candidate for candidate in list_protocols(benchmark, spec)}
     headline = next(iter(protocols))
     if protocol is not None and protocol not in protocols:
         raise DataError("score.protocol_unknown", key=benchmark, value=protocol, names=list(protocols))
@@ -101,7 +101,7 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
         protocol=chosen,
         spec=spec,
         counts=counts_of(chosen, known_benchmarks[benchmark].test_counts),
-        published=published_of(benchmark, chosen, is_headline=chosen.name == headline),
+        published=find_published_rows(benchmark, chosen, is_headline=chosen.name == headline),
     )
 
 

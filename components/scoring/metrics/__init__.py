@@ -175,10 +175,10 @@ def score_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[
 
 def mean_of(column: str) -> Resampled:
     """Return how to compute the mean of a column over pairs. The column holds plain values or lists [value, 1]."""
-    return Resampled(column, ratio(0, 1))
+    return Resampled(column, divide_sums(0, 1))
 
 
-def ratio(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
+def divide_sums(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that divides one sum by another. The result is NaN where the divisor is 0.
 
     Args:
@@ -301,7 +301,7 @@ def headline_scores_by_metric() -> dict[str, HeadlineScore]:
     return dict(sorted(HEADLINE_SCORES.items(), key=lambda item: positions.index(item[1].metric)))
 
 
-def by_characters(metric: Metric) -> Metric:
+def make_character_variant(metric: Metric) -> Metric:
     """Return a variant of the metric that is computed on characters. Its scores and columns have names with -char."""
 
     def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
@@ -333,13 +333,13 @@ def add_character_suffix(values: Mapping[str, T]) -> dict[str, T]:
     return {f"{name}{BY_CHARACTERS}": value for name, value in values.items()}
 
 
-def with_characters(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def add_character_variants(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return the metrics, each followed by its variant for characters if it reads tokens of any language."""
     all_metrics = {}
     for name, metric in metrics.items():
         all_metrics[name] = metric
         if metric.reads == "tokens":
-            all_metrics[f"{name}{BY_CHARACTERS}"] = by_characters(metric)
+            all_metrics[f"{name}{BY_CHARACTERS}"] = make_character_variant(metric)
     return all_metrics
 
 
@@ -364,7 +364,7 @@ def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:
         chosen: names of `evaluate.metrics`, or None for all metrics.
     """
     scores: list[str] = []
-    for metric in with_characters(choose_metrics(METRICS if chosen is None else chosen)).values():
+    for metric in add_character_variants(choose_metrics(METRICS if chosen is None else chosen)).values():
         for score in metric.scores + metric.overall:
             if score in metric.resampled and score not in metric.lower_is_better:
                 scores.append(score)

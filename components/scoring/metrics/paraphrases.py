@@ -76,12 +76,12 @@ def read_paraphrases(path: Path) -> ParaphraseTable:
         raise ScorerFailed("scoring.paraphrases_unreadable", path=path, cause=str(error)) from error
     if not text.endswith(b"\n"):
         text += b"\n"
-    kept_index = user_cache() / f"paraphrases-{INDEX_VERSION}-{packed[-GZIP_TRAILER:].hex()}.npz"
-    table = read_index(kept_index, text)
+    index_file = user_cache() / f"paraphrases-{INDEX_VERSION}-{packed[-GZIP_TRAILER:].hex()}.npz"
+    table = read_index(index_file, text)
     if table is None:
         table = index_table(text)
         if len(table.keys) >= MIN_KEPT_ENTRIES:
-            keep_index(kept_index, table)
+            store_index(index_file, table)
     return table
 
 
@@ -96,20 +96,20 @@ def read_index(path: Path, text: bytes) -> ParaphraseTable | None:
     except (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, zipfile.BadZipFile):
         return None
     # a damaged header of an array may give other numbers without an error, and METEOR would be wrong
-    if checksum != checksum_of(starts, keys, odd) or starts[-1] > len(text):
+    if checksum != compute_checksum(starts, keys, odd) or starts[-1] > len(text):
         return None
     return ParaphraseTable(text, starts.astype(np.int64), keys, odd)
 
 
-def keep_index(path: Path, table: ParaphraseTable) -> None:
+def store_index(path: Path, table: ParaphraseTable) -> None:
     """Store the index of a table. If the folder is not writable, the next run computes the index again."""
     starts = table.starts.astype(np.uint32)
-    checksum = checksum_of(starts, table.keys, table.odd)
+    checksum = compute_checksum(starts, table.keys, table.odd)
     with suppress(OSError), open_atomically(path) as file:
         np.savez(file, starts=starts, keys=table.keys, odd=table.odd, checksum=np.uint32(checksum))
 
 
-def checksum_of(*arrays: np.ndarray) -> int:
+def compute_checksum(*arrays: np.ndarray) -> int:
     """Return the CRC-32 of arrays, with their types and shapes."""
     checksum = 0
     for array in arrays:
@@ -137,7 +137,7 @@ def index_table(text: bytes) -> ParaphraseTable:
             size *= 2  # the entry is longer than the chunk
             continue
         chunk = chunk[: line_ends[-1, -1] + 1]
-        keys.append(keys_of(chunk, line_ends[:, :-1] + 1, line_ends[:, 1:]))
+        keys.append(compute_keys(chunk, line_ends[:, :-1] + 1, line_ends[:, 1:]))
         starts.append(line_ends[:, -1] + 1 + start)
         marked = text[start : start + len(chunk)].translate(TO_MARKED_BYTES)
         if b"\0" in marked:
@@ -149,7 +149,7 @@ def index_table(text: bytes) -> ParaphraseTable:
     return ParaphraseTable(text, np.concatenate(starts), np.concatenate(keys), np.concatenate(odd))
 
 
-def keys_of(content: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def compute_keys(content: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return the keys of substrings of a text, [...].
 
     Args:
@@ -174,8 +174,8 @@ def matching_paraphrases(table: ParaphraseTable, items: Sequence[Item]) -> bytes
     Phrases are compared only by their ASCII letters and digits.
     """
     sides = np.zeros(1 << KEY_BITS, np.uint8)
-    sides[keys_of_runs(reference for _, references in items for reference in references)] |= IN_REFERENCES
-    sides[keys_of_runs(prediction for prediction, _ in items)] |= IN_PREDICTIONS
+    sides[compute_keys_of_runs(reference for _, references in items for reference in references)] |= IN_REFERENCES
+    sides[compute_keys_of_runs(prediction for prediction, _ in items)] |= IN_PREDICTIONS
     other_sides = np.array([0, IN_PREDICTIONS, IN_REFERENCES, IN_REFERENCES | IN_PREDICTIONS], np.uint8)[sides]
     matches = np.flatnonzero(sides[table.keys[:, 0]] & other_sides[table.keys[:, 1]])
     entries = np.union1d(matches, table.odd)
@@ -183,7 +183,7 @@ def matching_paraphrases(table: ParaphraseTable, items: Sequence[Item]) -> bytes
     return b"".join([table.text[start:end] for start, end in bounds])
 
 
-def keys_of_runs(texts: Iterable[str]) -> np.ndarray:
+def compute_keys_of_runs(texts: Iterable[str]) -> np.ndarray:
     """Return the keys of all sequences of up to MAX_PHRASE_WORDS words in the texts, including the empty sequence.
 
     The keys may contain duplicates.
@@ -196,11 +196,11 @@ def keys_of_runs(texts: Iterable[str]) -> np.ndarray:
     word_starts = np.concatenate([[0], word_ends[:-1] + 1])
     ends_caption = content[word_ends] == ord("\n")
     captions_before = np.cumsum(ends_caption) - ends_caption
-    keys = [keys_of(content, np.zeros(1, np.int64), np.zeros(1, np.int64))]
+    keys = [compute_keys(content, np.zeros(1, np.int64), np.zeros(1, np.int64))]
     for words in range(1, min(MAX_PHRASE_WORDS, len(word_ends)) + 1):
         runs = len(word_ends) - words + 1
         is_in_one_caption = captions_before[words - 1 :] == captions_before[:runs]
         run_starts = word_starts[:runs][is_in_one_caption]
         run_ends = word_ends[words - 1 :][is_in_one_caption]
-        keys.append(keys_of(content, run_starts, run_ends))
+        keys.append(compute_keys(content, run_starts, run_ends))
     return np.concatenate(keys)

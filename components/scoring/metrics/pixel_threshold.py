@@ -16,7 +16,7 @@ ONE_KIND = "a threshold tells pairs with a change from those without, and these 
 WINDOW = 16  # windows per side of the frame (8 x 8 pixels each in a frame of 128 x 128)
 
 
-def differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
+def measure_differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
     """Return the mean absolute difference of two RGB images, in grey levels, over pixels and channels.
 
     Returns:
@@ -67,7 +67,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         try:
             before = np.asarray(load_image(pair.before))
             after = np.asarray(load_image(pair.after))
-            pair_differences = differences(before, after)
+            pair_differences = measure_differences(before, after)
         except ValueError as error:
             return MetricScores({}, {}, dict.fromkeys(METRIC.overall, f"{pair.id}: {error}"))
         pair_scores[pair.id] = {f"pixel_{kind}_difference": value for kind, value in pair_differences.items()}

@@ -25,9 +25,9 @@ from m3diff.scoring.metrics.parses import (
     LMDB,
     ParsedCaptions,
     captions_to_parse,
-    keep_parses,
-    kept_file,
+    find_cache_file,
     read_parses,
+    store_parses,
 )
 from m3diff.scoring.pairs import ALL, EvalPair, Groups
 
@@ -83,7 +83,7 @@ class SpiceProgram(Program):
             ScorerFailed: jars are missing, or the program gave no result.
         """
         jars = find_jars(self.spice_dir)
-        values = score(self.items, jars, kept_file(parser_jars(jars), require_java()), self.limit_s)
+        values = score(self.items, jars, find_cache_file(parser_jars(jars), require_java()), self.limit_s)
         return dict(zip(self.items, values, strict=True))
 
     def close(self) -> None:
@@ -127,9 +127,9 @@ def score(items: Sequence[Item], jars: Sequence[Path], kept: Path | None, limit_
     """
     with TemporaryDirectory(prefix="m3diff-spice-") as name:
         folder = Path(name)
-        lay_out(folder, jars)
+        copy_program(folder, jars)
         if kept is None:
-            return ask(folder, java_options(jars, is_parsing=True), items, limit_s)
+            return run_program(folder, java_options(jars, is_parsing=True), items, limit_s)
         cache = folder / "cache"
         cache.mkdir()
         parses = read_parses(kept)
@@ -139,9 +139,9 @@ def score(items: Sequence[Item], jars: Sequence[Path], kept: Path | None, limit_
             new_captions = captions_to_parse(captions_of(items), parses)
             if new_captions:
                 items_to_parse = [item for item in items if not new_captions.isdisjoint(captions_of([item]))]
-                ask(folder, java_options(jars, is_parsing=True), items_to_parse, limit_s, cache)
-                keep_parses(kept, ParsedCaptions(parses.captions | new_captions, (cache / LMDB).read_bytes()))
-            return ask(folder, java_options(jars, is_parsing=False), items, limit_s, cache)
+                run_program(folder, java_options(jars, is_parsing=True), items_to_parse, limit_s, cache)
+                store_parses(kept, ParsedCaptions(parses.captions | new_captions, (cache / LMDB).read_bytes()))
+            return run_program(folder, java_options(jars, is_parsing=False), items, limit_s, cache)
         except ScorerFailed:
             with suppress(OSError):
                 kept.unlink()
@@ -156,7 +156,7 @@ def captions_of(items: Sequence[Item]) -> list[str]:
     return captions
 
 
-def lay_out(folder: Path, jars: Sequence[Path]) -> None:
+def copy_program(folder: Path, jars: Sequence[Path]) -> None:
     """Put the program and its jars into the folder.
 
     Nashorn's jars are modules and need a separate folder. In a shared folder, CoreNLP's two jars would also be loaded
@@ -206,7 +206,7 @@ def java_options(jars: Sequence[Path], is_parsing: bool) -> dict[str, str]:
     return {"JAVA_TOOL_OPTIONS": " ".join(machine_options), "JDK_JAVA_OPTIONS": " ".join(options)}
 
 
-def ask(
+def run_program(
     folder: Path, options: dict[str, str], items: Sequence[Item], limit_s: float, cache: Path | None = None
 ) -> list[float | None]:
     """Run the program and return the F-score of each item. Captions missing from the cache are added.

@@ -19,7 +19,7 @@ from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.notes import notes_of_texts
+from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import ProtocolPairs, load_specs, select_protocols
 from m3diff.scoring.results import EvaluateReport, headline_scores, score_table, summarise
@@ -58,7 +58,7 @@ def evaluate(
     protocols = select_protocols(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
-    notes = notes_of_texts(protocols, metrics, predictions=[pair.prediction for pair in pairs])
+    notes = note_texts(protocols, metrics, predictions=[pair.prediction for pair in pairs])
     for note in notes:
         print(f"evaluate: note: {note}", flush=True)
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
