@@ -165,7 +165,7 @@ class Grammar:
 
 
 def normalise(caption: str) -> str:
-    """Return the caption in lowercase, with single spaces and without spaces or full stops at its ends."""
+    """Return a caption in lowercase, with single spaces and without spaces or full stops at its ends."""
     return " ".join(caption.split()).strip(" .").casefold()
 
 
@@ -244,9 +244,13 @@ class ParsedCaption:
 
         If a pair has several changes of the type, the object must match the change at the clause's place.
         """
-        places = {change.place for change in self._changes_of_type(clause.type)}
-        objects = {change.object for change in self._comparable_changes(clause)}
-        return Agreement(type=bool(places), object=clause.object in objects, place=clause.place in places)
+        true_places = {change.place for change in self._changes_of_type(clause.type)}
+        true_objects = {change.object for change in self._comparable_changes(clause)}
+        return Agreement(
+            type=bool(true_places),
+            object=clause.object in true_objects,
+            place=clause.place in true_places,
+        )
 
     def agrees_on_before_and_after(self, clause: Clause) -> bool:
         """Return True if the states before and after in a clause agree with one of the references.
@@ -255,12 +259,12 @@ class ParsedCaption:
         wrong if the state after is the same as the state before.
         """
         changes = self._comparable_changes(clause)
-        before = {change.before for change in changes}
-        after = {change.after for change in changes}
-        becomes_another = clause.after is None or clause.after not in {clause.before, *before}
-        is_before_right = clause.before is None or clause.before in before or before == {None}
-        is_after_right = clause.after in after or after == {None}
-        return bool(changes) and becomes_another and is_before_right and is_after_right
+        true_before = {change.before for change in changes}
+        true_after = {change.after for change in changes}
+        has_new_state = clause.after is None or clause.after not in {clause.before, *true_before}
+        is_before_right = clause.before is None or clause.before in true_before or true_before == {None}
+        is_after_right = clause.after in true_after or true_after == {None}
+        return bool(changes) and has_new_state and is_before_right and is_after_right
 
     def _changes_of_type(self, change_type: str) -> list[Clause]:
         """Return the references' changes of a type."""

@@ -50,6 +50,6 @@ def note_foreign_references(dataset: str, references: Iterable[str], metrics: Co
         return []
     names = " and ".join(english_metrics)
     return [
-        f"{dataset}: {foreign_count:,} of {len(texts):,} references look like another language than English. Stems, "
-        f"synonyms and parser of {names} are English; CIDEr, ROUGE-L and BLEU compare the words of any language"
+        f"{dataset}: {foreign_count:,} of {len(texts):,} references do not seem to be in English. {names} can only "
+        "score English; CIDEr, ROUGE-L and BLEU compare the words of any language"
     ]

@@ -16,7 +16,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.scoring.characters import MIN_SHARE_WITHOUT_SPACES, ScriptCounts, count_scripts
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 # Groups of pairs by the mean length of their references: minimum number of words -> name of the group
 LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
@@ -42,7 +42,7 @@ class ProtocolPairs:
     @cached_property
     def groups(self) -> Groups:
         """Pair ids of each group that has scores: all pairs, followed by the groups of `group_pairs`."""
-        return {ALL: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
+        return {ALL_PAIRS: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
 
     @cached_property
     def script_counts(self) -> ScriptCounts:
@@ -140,9 +140,10 @@ def includes_pair(protocol: Protocol, pair: EvalPair) -> bool:
     name = pair.id.removeprefix(f"{pair.dataset}/")
     if re.fullmatch(protocol.ids, name) is None:
         return False
+    if not protocol.change_types:
+        return True
     types = set(pair.change_types)
-    has_types = bool(types) and types <= set(protocol.change_types)
-    return not protocol.change_types or has_types
+    return bool(types) and types <= set(protocol.change_types)
 
 
 def group_pairs(pairs: list[EvalPair]) -> Groups:
@@ -193,9 +194,12 @@ def note_scripts(protocol: ProtocolPairs) -> list[str]:
     share = f"{counts.without_spaces:,} of {counts.texts:,} references have no spaces between words"
     if protocol.counts_characters:
         return [
-            f"{protocol.name}: {share} (Chinese, Japanese, Thai, ...): each of their characters counts as a word, in "
-            "the scores whose name ends in -char, which compare with no score of words. METEOR and SPICE read English "
-            "alone"
+            f"{protocol.name}: {share} (Chinese, Japanese, Thai, ...). Each of their characters counts as a word in "
+            "scores whose names end in -char, which cannot be compared with scores on words. METEOR and SPICE can only "
+            "score English"
         ]
     limit = f"{MIN_SHARE_WITHOUT_SPACES:.0%}"
-    return [f"{protocol.name}: {share}, fewer than {limit}: scores count words, and each of these is one word or a few"]
+    return [
+        f"{protocol.name}: {share}. This is less than {limit}, so scores count words, and such a reference counts as "
+        "one word or a few"
+    ]

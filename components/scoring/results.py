@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, model_serializer
 from m3diff.records.files import StageReport
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import HEADLINE_SCORES, Metric, MetricScores
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
 
 Scores = dict[str, int | float | None]
@@ -86,12 +86,14 @@ def summarise(
     for protocol in protocols:
         group_scores = scores[protocol.name].groups
         groups = {
-            group: {"pairs": len(ids), **group_scores[group]} for group, ids in protocol.groups.items() if group != ALL
+            group: {"pairs": len(ids), **group_scores[group]}
+            for group, ids in protocol.groups.items()
+            if group != ALL_PAIRS
         }
         protocol_scores[protocol.name] = ProtocolScores(
             pairs=len(protocol.pairs),
             published_pairs=protocol.rules.n,
-            scores=dict(group_scores[ALL]),
+            scores=dict(group_scores[ALL_PAIRS]),
             intervals=dict(intervals.get(protocol.name, {})),
             groups=groups,
             absent=dict(scores[protocol.name].absent),

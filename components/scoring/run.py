@@ -28,7 +28,7 @@ from m3diff.scoring.metrics import (
 )
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 from m3diff.scoring.protocols import ProtocolPairs
 
 
@@ -241,9 +241,9 @@ def merge(metrics: Mapping[str, Metric], groups: Groups, scores: Mapping[str, Me
         names += metric.scores
         overall_names += metric.overall
     group_scores: dict[str, dict[str, Any]] = {
-        group: dict.fromkeys(names + overall_names if group == ALL else names) for group in groups
+        group: dict.fromkeys(names + overall_names if group == ALL_PAIRS else names) for group in groups
     }
-    pair_scores: dict[str, dict[str, Any]] = {pair_id: {} for pair_id in groups[ALL]}
+    pair_scores: dict[str, dict[str, Any]] = {pair_id: {} for pair_id in groups[ALL_PAIRS]}
     absent: dict[str, str] = {}
     for name in metrics:
         metric_scores = scores.get(name, MetricScores({}, {}))

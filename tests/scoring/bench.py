@@ -21,7 +21,7 @@ from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.report.page import Evidence, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import METRICS, MetricScores, Tokens, Tools
-from m3diff.scoring.pairs import ALL, EvalPair
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
 from m3diff.scoring.protocols import select_protocols
 from m3diff.scoring.results import EvaluateReport, score_table, summarise
 from m3diff.scoring.run import merge
@@ -216,7 +216,7 @@ def fixed(one, numbers, parsed, scores) -> dict[str, MetricScores]:
         }
         found[name] = MetricScores(dict.fromkeys(one.groups, values), {})
     found["CIDEr"] = MetricScores(
-        {**found["CIDEr"].groups, ALL: {**found["CIDEr"].groups[ALL], "CIDEr_shuffled": 0.05}},
+        {**found["CIDEr"].groups, ALL_PAIRS: {**found["CIDEr"].groups[ALL_PAIRS], "CIDEr_shuffled": 0.05}},
         {pair.id: {"CIDEr": numbers[pair.id]} for pair in one.pairs},
     )
     found["SPICE"] = MetricScores({}, {}, {"SPICE": "its jars are not there"})

@@ -26,8 +26,8 @@ MARKS = {
         "{} EOS", "<image>\n{}", "{}<br>", "[TOOL_CALLS] {}", "<answer>{}</answer>", "<think>hm</think>{}",
         "<a href='x'>{}</a>", "<img/>{}",
     ],
-    "marks of subwords": ["{} ##ing", "▁{}", "the Ġlamp {}", "{}Ċ", "{} ⁇", "{} \ufffd"],
-    "a role or a prompt": [
+    "subword marks of a tokenizer": ["{} ##ing", "▁{}", "the Ġlamp {}", "{}Ċ", "{} ⁇", "{} \ufffd"],
+    "a role name or a prompt": [
         "USER: What has changed? ASSISTANT: {}", "assistant\n{}", "Question: What changed? Answer: {}",
         "### Response: {}", "What has changed between the two images? {}", "{}\nHuman: and now", "Thought: {}",
         "Describe the difference between the two images. {}", "You are a helpful assistant. {}",
@@ -40,7 +40,7 @@ MARKS = {
         "```json\n{}\n```", "**{}**", "- {}", "• {}", "1. {}", "# {}", "\\boxed{{{}}}", "{} &amp; more",
     ],
     "control characters or escape sequences": ["\x1b[31m{}", "\u200b{}", "{}\x07", "{}\\n", "{}\\u2019"],
-    "words of a chat model to its user": [
+    "a chat model's words to its user": [
         "Sure! Here is the caption: {}", "Certainly! {}", "Here's a one-sentence description: {}",
         "Based on the provided images, {}", "{} Let me know if you need more.", "Caption: {}", "Final Answer: {}",
     ],
@@ -48,7 +48,7 @@ MARKS = {
         "I'm sorry, I cannot see the images.", "As an AI language model, I {}", "I am unable to view images",
         "Please provide the images.", "I can't view {}", "I apologize, but {}",
     ],
-    "a phrase over and over": [
+    REPETITION: [
         "{0} {0} {0} {0} {0}", "the the the the the {}", "{}" + " and the" * 5, "{} !!!!!!!!!!!!!!!!"
     ],
     "a placeholder": ["nan", "None", "[]", "N/A", "null", "-", "...", "undefined", "!!!!"],
@@ -60,7 +60,7 @@ MARKS = {
 def test_a_mark_in_every_caption_is_counted_and_one_caption_is_shown(kind: str, variant: str):
     marked = [variant.format(text) for text in TEXTS]
     (note,) = [note for note in note_marks(marked) if note.startswith("6 of 6 captions ") and kind in note]
-    shown = literal_eval(note.partition("such as ")[2].removesuffix("; scored unchanged"))
+    shown = literal_eval(note.partition("such as ")[2].rpartition("; ")[0])
     assert shown in marked[0]
 
 

@@ -40,7 +40,7 @@ from m3diff.scoring.metrics import (
     rouge_l,
 )
 from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, measure_differences, roc_auc
-from m3diff.scoring.pairs import ALL, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, Groups
 from tests.errors import Message, raises
 from tests.scoring import bench
 from tests.scoring.bench import REAL, needs_real
@@ -50,12 +50,12 @@ SIX_PREDICTIONS = {i: texts[0] if int(i) % 2 else "the cube is gone" for i, text
 
 
 def compute(metric, references, predictions, groups: Groups | None = None, shuffled=None) -> MetricScores:
-    return metric.compute([], groups or {ALL: list(predictions)}, bench.tools(references, predictions, shuffled))
+    return metric.compute([], groups or {ALL_PAIRS: list(predictions)}, bench.tools(references, predictions, shuffled))
 
 
 def test_the_cider_of_one_pair_is_absent():
     scores = compute(cider, {"a": ["red cube"]}, {"a": "red cube"})
-    assert scores.groups[ALL] == {"CIDEr": None, "CIDEr_shuffled": None}
+    assert scores.groups[ALL_PAIRS] == {"CIDEr": None, "CIDEr_shuffled": None}
     assert scores.pairs == {"a": {"CIDEr": 0.0}}
     assert scores.absent.keys() == {"CIDEr_shuffled"}
 
@@ -63,9 +63,11 @@ def test_the_cider_of_one_pair_is_absent():
 def test_the_control_of_cider_is_that_of_the_shuffled_predictions():
     references = {"a": ["red cube"], "b": ["blue ball"]}
     predictions = {"a": "red cube", "b": "blue ball"}
-    groups = {ALL: ["a", "b"], "change": ["a", "b"]}
+    groups = {ALL_PAIRS: ["a", "b"], "change": ["a", "b"]}
     scores = compute(cider, references, predictions, groups, shuffled={"a": "x", "b": "blue y"})
-    assert scores.groups[ALL]["CIDEr_shuffled"] == pytest.approx(10 * 0.5 / 4 / 2)  # cosines of 1- to 4-grams, 2 pairs
+    assert scores.groups[ALL_PAIRS]["CIDEr_shuffled"] == pytest.approx(
+        10 * 0.5 / 4 / 2
+    )  # cosines of 1- to 4-grams, 2 pairs
     assert "CIDEr_shuffled" not in scores.groups["change"]
     assert scores.absent == {}
 
@@ -85,15 +87,15 @@ def test_the_control_of_some_pairs_has_the_word_weights_of_all_pairs():
     as_predictions = compute(cider, references, shifted)  # so that each pair's score shows
     scores = compute(cider, references, shifted, None, {pair_id: shifted[pair_id] for pair_id in sample})
     mean_of_sample = np.mean([as_predictions.pairs[pair_id]["CIDEr"] for pair_id in sample])
-    assert scores.groups[ALL]["CIDEr_shuffled"] == pytest.approx(mean_of_sample)
-    assert scores.groups[ALL]["CIDEr_shuffled"] != as_predictions.groups[ALL]["CIDEr"]
+    assert scores.groups[ALL_PAIRS]["CIDEr_shuffled"] == pytest.approx(mean_of_sample)
+    assert scores.groups[ALL_PAIRS]["CIDEr_shuffled"] != as_predictions.groups[ALL_PAIRS]["CIDEr"]
 
 
 @pytest.mark.parametrize("metric", [bleu, rouge_l, cider])
 def test_a_group_has_the_scores_that_it_would_have_alone_and_an_empty_one_has_none(metric):
     some = ["1", "2", "4"]
-    within = compute(metric, SIX, SIX_PREDICTIONS, {ALL: list(SIX), "some": some, "none": []}).groups
-    alone = compute(metric, {i: SIX[i] for i in some}, {i: SIX_PREDICTIONS[i] for i in some}).groups[ALL]
+    within = compute(metric, SIX, SIX_PREDICTIONS, {ALL_PAIRS: list(SIX), "some": some, "none": []}).groups
+    alone = compute(metric, {i: SIX[i] for i in some}, {i: SIX_PREDICTIONS[i] for i in some}).groups[ALL_PAIRS]
     assert within["some"] == pytest.approx({name: alone[name] for name in within["some"]}, nan_ok=True)
     assert "none" not in within
 
@@ -133,7 +135,7 @@ def assert_equal_to_stock(references: dict[str, list[str]], predictions: dict[st
     found = {metric.METRIC.headline: compute(metric, references, predictions) for metric in (bleu, rouge_l, cider)}
     for headline, one in found.items():
         rough = {"rel": 1e-9, "abs": 1e-12} if headline == "CIDEr" else {"rel": 0, "abs": 0}
-        for name, value in one.groups[ALL].items():
+        for name, value in one.groups[ALL_PAIRS].items():
             assert name == "CIDEr_shuffled" or value == pytest.approx(wanted[name][0], **rough), name
         assert [one.pairs[i][headline] for i in pairs] == pytest.approx(list(wanted[headline][1]), **rough)
     statistics = [of_pair["BLEU_statistics"] for of_pair in found["BLEU-4"].pairs.values()]
@@ -149,7 +151,7 @@ def test_scores_of_random_captions_equal_pycocoevalcap_and_follow_from_their_col
         for name, (column, score) in metric.resampled.items():
             rows = np.array([found.pairs[i][column] for i in references], float)
             rows = rows if rows.ndim == 2 else np.stack([rows, np.ones(len(rows))], axis=1)
-            assert score(rows.sum(axis=0)) == pytest.approx(found.groups[ALL][name], rel=1e-12)
+            assert score(rows.sum(axis=0)) == pytest.approx(found.groups[ALL_PAIRS][name], rel=1e-12)
             assert np.isnan(score(0 * rows.sum(axis=0)))
         assert metric.resampled.keys() == set(metric.scores)
 
@@ -175,7 +177,7 @@ def test_scores_of_cocos_captions_are_those_of_pycocoevalcap():
 PAIRS = bench.pairs()
 PARSED = bench.parse(PAIRS)
 GROUPS = {
-    ALL: [pair.id for pair in PAIRS],
+    ALL_PAIRS: [pair.id for pair in PAIRS],
     "change": ["toy/0", "toy/1", "toy/2", "toy/3"],
     "multi_change": ["toy/3"],
     "distractors": ["toy/4", "toy/5"],
@@ -189,13 +191,13 @@ GONE = "the blue ball at the top was removed"
 
 
 def accuracy(pairs=PAIRS, groups: Groups | None = None) -> MetricScores:
-    groups = groups or (GROUPS if len(pairs) == 6 else {ALL: [pair.id for pair in pairs]})
+    groups = groups or (GROUPS if len(pairs) == 6 else {ALL_PAIRS: [pair.id for pair in pairs]})
     return change_accuracy.compute(pairs, groups, bench.tools(parsed=bench.parse(pairs)))
 
 
 def test_accuracies_are_those_counted_by_hand():
     found = accuracy()
-    assert found.groups[ALL] == {
+    assert found.groups[ALL_PAIRS] == {
         "change_type_accuracy": 2 / 3,  # the third says that nothing changed
         "change_place_accuracy": 1 / 3,  # the second names another place
         "change_exact_accuracy": 1 / 3,
@@ -211,7 +213,7 @@ def test_accuracies_are_those_counted_by_hand():
     wrong = {"place_accuracy": 0.0, "exact_accuracy": 0.0}
     half = {f"{of}_{what}": 1 / 2 for of in ("type", "place", "exact") for what in FRACTIONS}
     whole = {"all_types_right": 0.0, "all_places_right": 0.0, "all_exact_right": 0.0}
-    assert {name: values for name, values in found.groups.items() if name != ALL} == {
+    assert {name: values for name, values in found.groups.items() if name != ALL_PAIRS} == {
         "change": {"false_changes": 1 / 2, "false_changes_per_pair": 1 / 2},
         "multi_change": {"changes": 2} | half | whole | {"false_changes": 1 / 2, "false_changes_per_pair": 1.0},
         "distractors": {"false_changes": 1.0, "false_changes_per_pair": 1 / 2},
@@ -234,16 +236,16 @@ def test_precision_is_of_the_clauses_predicted_and_recall_of_the_changes_there_a
         bench.pair(f"{GONE}, and the red ball at the left turned blue", [f"{RED}, and {GONE}"], types, "1"),
         bench.pair(f"{GONE}, and the red cube at the left turned green", [f"{RED}, and {GONE}"], types, "2"),
     ]
-    found = accuracy(pairs, {name: ["toy/0", "toy/1", "toy/2"] for name in (ALL, "multi_change")}).groups
+    found = accuracy(pairs, {name: ["toy/0", "toy/1", "toy/2"] for name in (ALL_PAIRS, "multi_change")}).groups
     fractions = {"type": (1.0, 5 / 7, 10 / 12), "place": (4 / 5, 4 / 7, 8 / 12), "exact": (3 / 5, 3 / 7, 6 / 12)}
     wanted = {f"{of}_{name}": values[n] for of, values in fractions.items() for n, name in enumerate(FRACTIONS)}
     wanted |= {"changes": 7, "all_types_right": 2 / 3, "all_places_right": 1 / 3, "all_exact_right": 0.0}
     assert {name: value for name, value in found["multi_change"].items() if "false" not in name} == wanted
-    assert found[ALL]["multi_change_place_f1"] == 8 / 12
-    assert found[ALL]["multi_change_exact_f1"] == 6 / 12
+    assert found[ALL_PAIRS]["multi_change_place_f1"] == 8 / 12
+    assert found[ALL_PAIRS]["multi_change_exact_f1"] == 6 / 12
     silent = bench.pair("nothing changed", [f"{RED}, {lamp}"], ["color", "illumination"], "0")
-    assert accuracy([silent]).groups[ALL]["multi_change_exact_f1"] == 0.0
-    assert accuracy([bench.pair(RED, [RED], ["color"])]).groups[ALL]["multi_change_exact_f1"] is None
+    assert accuracy([silent]).groups[ALL_PAIRS]["multi_change_exact_f1"] == 0.0
+    assert accuracy([bench.pair(RED, [RED], ["color"])]).groups[ALL_PAIRS]["multi_change_exact_f1"] is None
     twice = bench.pair(f"{RED}, and {RED}, and x", [RED], ["color"])
     assert accuracy([twice, *PAIRS[1:]]).groups["by_type/color"]["false_changes"] == 1 / 2, "told twice, it came once"
 
@@ -255,16 +257,16 @@ def test_reversal_is_the_share_of_swapped_pairs_whose_inverse_change_is_named():
         one = bench.pair(right, [right], ["color"])  # in MiniChange's words
         pairs = [replace(one, id=f"toy/{n}", reversed_prediction=captions.get(n)) for n in range(4)]
         parsed = parse_predictions({"toy": Grammar(grammar())}, pairs)
-        found = change_accuracy.compute(pairs, {ALL: list(parsed)}, bench.tools(parsed=parsed))
-        assert found.groups[ALL]["reversal"] == share
+        found = change_accuracy.compute(pairs, {ALL_PAIRS: list(parsed)}, bench.tools(parsed=parsed))
+        assert found.groups[ALL_PAIRS]["reversal"] == share
         assert ("predictions_reversed.json" in found.absent.get("reversal", "")) is (share is None)
 
 
 @pytest.mark.parametrize(("foreign", "judged"), [(3, True), (4, False)])
 def test_where_most_captions_are_in_other_words_only_that_is_said(foreign: int, judged: bool):
     found = accuracy([replace(pair, prediction="x") if int(pair.id[-1]) < foreign else pair for pair in PAIRS])
-    assert found.groups[ALL]["unreadable"] == foreign / 6
-    scores = {name: value for name, value in found.groups[ALL].items() if name not in ("unreadable", "reversal")}
+    assert found.groups[ALL_PAIRS]["unreadable"] == foreign / 6
+    scores = {name: value for name, value in found.groups[ALL_PAIRS].items() if name not in ("unreadable", "reversal")}
     verdicts = [of_pair["exact_right"] for of_pair in found.pairs.values()]
     assert found.pairs["toy/0"]["predicted_type"] == "unreadable"
     if judged:
@@ -284,7 +286,7 @@ def test_every_score_of_all_pairs_follows_from_the_sums_of_the_column(foreign: i
     rows = np.array([found.pairs[pair.id]["change_statistics"] for pair in pairs])
     assert set(metric.resampled) == set(metric.overall)
     scores = {name: float(score(rows.sum(axis=0)[None])[0]) for name, (_, score) in metric.resampled.items()}
-    assert {name: None if np.isnan(value) else value for name, value in scores.items()} == found.groups[ALL]
+    assert {name: None if np.isnan(value) else value for name, value in scores.items()} == found.groups[ALL_PAIRS]
 
 
 # A threshold on pixels
@@ -326,7 +328,7 @@ def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_pa
     assert roc_auc([0.0], [0.0]) == 0.5
     pairs = [pair("a", ["color"], 5), pair("b", ["none"], 3), pair("c", ["size", "ocr"], 4), pair("d", ["color"], 1)]
     found = compute([*pairs, pair("unknown", [], 200)], {}, None)
-    assert found.groups == {ALL: dict.fromkeys(names, pytest.approx(2 / 3))}
+    assert found.groups == {ALL_PAIRS: dict.fromkeys(names, pytest.approx(2 / 3))}
     assert found.pairs["c"] == {"pixel_mean_difference": 4.0, "pixel_window_difference": 4.0}
     assert "unknown" not in found.pairs
     assert found.absent == {}
@@ -340,9 +342,9 @@ def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_pa
 def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():
     tools = bench.tools(SIX, SIX_PREDICTIONS, SIX_PREDICTIONS, PARSED)
     for metric in (METRICS[name] for name in ("CIDEr", "ROUGE-L", "BLEU", "change_accuracy")):
-        groups = GROUPS if not metric.java else {ALL: list(SIX), "change": ["0", "1"]}
+        groups = GROUPS if not metric.java else {ALL_PAIRS: list(SIX), "change": ["0", "1"]}
         found = metric.compute(PAIRS, groups, tools)
-        assert tuple(found.groups[ALL]) == metric.scores + metric.overall
+        assert tuple(found.groups[ALL_PAIRS]) == metric.scores + metric.overall
         assert {name for of_pair in found.pairs.values() for name in of_pair} == metric.columns.keys()
 
 

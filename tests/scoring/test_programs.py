@@ -27,7 +27,7 @@ from m3diff.records.errors import DataError, Fault
 from m3diff.scoring import run
 from m3diff.scoring.metrics import METRICS, Item, MetricScores, choose_metrics, java, meteor, paraphrases, parses, spice
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
 from tests.errors import Message, raises
 from tests.scoring import bench
@@ -144,7 +144,7 @@ def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(tmp_
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de -Duser.country=DE")
     tokens = tokenise(["The cube.", "a ball"], 60)
     assert list(tokens.values()) == ["the cube", "a ball"]
-    assert score(["METEOR"]).groups[ALL]["METEOR"] == 1.0
+    assert score(["METEOR"]).groups[ALL_PAIRS]["METEOR"] == 1.0
     assert {path: path.stat().st_mtime_ns for path in folders} == before  # nothing was made or taken away
 
 
@@ -168,10 +168,10 @@ def test_a_meteor_that_is_killed_dies_or_hangs_costs_only_its_own_score(then, re
     small_table(tmp_path, monkeypatch)
     fake_java(tmp_path / "bin", monkeypatch, "meteor", then.replace("PID", f"{tmp_path}/pid"))
     found = score(["METEOR", "BLEU", "SPICE"], limit_s=2 if "sleep" in then else 60)
-    assert found.groups[ALL]["METEOR"] is None
+    assert found.groups[ALL_PAIRS]["METEOR"] is None
     assert reason == found.absent["METEOR"]
     assert found.absent["SPICE"] == spice.NO_SPICE_DIR
-    assert found.groups[ALL]["BLEU-4"] is not None
+    assert found.groups[ALL_PAIRS]["BLEU-4"] is not None
     if "sleep" in then:
         assert is_gone(int((tmp_path / "pid").read_text()))
 
@@ -190,7 +190,7 @@ def test_no_program_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest
 
 
 GROUP_TEXTS = {"b": "one two three", "a": "one two", "c": "empty", "d": "one two"}
-TEXT_GROUPS = {ALL: list(GROUP_TEXTS), "some": ["b", "a"], "one": ["c"], "nobody": []}
+TEXT_GROUPS = {ALL_PAIRS: list(GROUP_TEXTS), "some": ["b", "a"], "one": ["c"], "nobody": []}
 
 
 def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
@@ -215,7 +215,7 @@ def test_spice_of_a_group_is_the_mean_of_its_pairs_that_have_a_score():
     found = computed("SPICE", {"one two three": 0.31, "one two": 0.22, "empty": None})
     whole = pytest.approx((0.31 + 0.22 + 0.22) / 3)
     some = pytest.approx((0.31 + 0.22) / 2)
-    assert found.groups == {ALL: {"SPICE": whole}, "some": {"SPICE": some}, "one": {"SPICE": None}}
+    assert found.groups == {ALL_PAIRS: {"SPICE": whole}, "some": {"SPICE": some}, "one": {"SPICE": None}}
     assert [of_pair["SPICE"] for of_pair in found.pairs.values()] == [0.31, 0.22, None, 0.22]
 
 
@@ -262,8 +262,8 @@ def test_a_damaged_table_of_paraphrases_costs_meteor_alone(tmp_path, monkeypatch
     table = package / "data/paraphrase-en.gz"
     table.write_bytes(table.read_bytes()[:-5])
     scores = score(["METEOR", "BLEU"])
-    assert scores.groups[ALL]["METEOR"] is None
-    assert scores.groups[ALL]["BLEU-4"] is not None
+    assert scores.groups[ALL_PAIRS]["METEOR"] is None
+    assert scores.groups[ALL_PAIRS]["BLEU-4"] is not None
     assert Message("scoring.paraphrases_unreadable", path=table) == scores.absent["METEOR"]
 
 
@@ -510,7 +510,7 @@ def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none(toy: Benc
     first = toy.score()
     second = toy.score()
     assert first == second
-    assert first.groups[ALL]["SPICE"] == pytest.approx((10 + 11) / 200)
+    assert first.groups[ALL_PAIRS]["SPICE"] == pytest.approx((10 + 11) / 200)
     assert toy.parsed == [3, 0, 0]
     assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
     assert toy.runs[0]["command"][1] == "-XX:MaxRAMPercentage=75"
@@ -649,23 +649,23 @@ FAULTS = {
 @pytest.mark.fault("18")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_spice_that_fails_costs_its_own_score_and_drops_what_it_kept(toy: Bench, fault):
-    assert toy.score().groups[ALL]["SPICE"]
+    assert toy.score().groups[ALL_PAIRS]["SPICE"]
     (kept,) = (toy.folder / "cache/m3diff").iterdir()
     code, words = FAULTS[fault]
     toy.fails(code)
     found = toy.score()
-    assert found.groups[ALL]["SPICE"] is None
-    assert found.groups[ALL]["CIDEr"] is not None
+    assert found.groups[ALL_PAIRS]["SPICE"] is None
+    assert found.groups[ALL_PAIRS]["CIDEr"] is not None
     assert words in found.absent["SPICE"]
     assert "Main(M.java" not in found.absent["SPICE"]
     assert kept.exists() is (fault == "no tuple")
     toy.fails("")
-    assert toy.score().groups[ALL]["SPICE"]
+    assert toy.score().groups[ALL_PAIRS]["SPICE"]
 
 
 def test_a_cache_that_cannot_be_written_costs_no_score(toy):
     (toy.folder / "cache").write_text("no folder")
-    assert toy.score().groups[ALL]["SPICE"]
+    assert toy.score().groups[ALL_PAIRS]["SPICE"]
 
 
 def test_a_spice_that_was_asked_for_and_fails_is_refused(toy, capsys):

@@ -9,7 +9,7 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import apply_protocol, group_pairs, list_protocols, load_specs, select_protocols
 from tests.errors import raises
 from tests.scoring import bench
@@ -96,7 +96,7 @@ def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
         "toy/first": ["toy/0"],
         "more/test": ["more/1"],
     }
-    assert selected[0].groups[ALL] == ["toy/0", "toy/2"]
+    assert selected[0].groups[ALL_PAIRS] == ["toy/0", "toy/2"]
     assert selected[0].groups["by_type/illumination"] == ["toy/2"]
 
 

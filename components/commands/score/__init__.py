@@ -20,7 +20,7 @@ from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, choos
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.notes import note_texts
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs, apply_protocol
 from m3diff.scoring.results import score_table
 from m3diff.scoring.run import compute_metrics, metrics_of_all
@@ -105,7 +105,7 @@ def score_pairs(
     if protocol_pairs.counts_characters:
         headline = f"{headline}{BY_CHARACTERS}"
         published = []  # published scores are computed on words
-    pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL}
+    pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL_PAIRS}
     return ScoreReport(
         dataset=task.dataset,
         protocol=task.protocol.name,
@@ -116,7 +116,7 @@ def score_pairs(
         pairs=len(protocol_pairs.pairs),
         published_pairs=task.protocol.n,
         references=sum(len(pair.references) for pair in protocol_pairs.pairs),
-        scores={name: value for name, value in scores.groups[ALL].items() if name not in CONTROL_SCORES},
+        scores={name: value for name, value in scores.groups[ALL_PAIRS].items() if name not in CONTROL_SCORES},
         intervals=intervals(
             score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores}),
             shown_metrics,

@@ -178,16 +178,16 @@ def mean_of(column: str) -> Resampled:
     return Resampled(column, divide_sums(0, 1))
 
 
-def divide_sums(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
+def divide_sums(dividend: int, divisor: int) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that divides one sum by another. The result is NaN where the divisor is 0.
 
     Args:
-        part, whole: indices of the dividend and of the divisor in the last dimension of the sums.
+        dividend, divisor: indices of the two sums in the last dimension of the sums.
     """
 
     def divide(sums: np.ndarray) -> np.ndarray:
-        wholes = sums[..., whole]
-        return np.divide(sums[..., part], wholes, where=wholes != 0, out=np.full(wholes.shape, np.nan))
+        divisors = sums[..., divisor]
+        return np.divide(sums[..., dividend], divisors, where=divisors != 0, out=np.full(divisors.shape, np.nan))
 
     return divide
 
@@ -345,9 +345,10 @@ def add_character_variants(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """Return the named metrics in the order of METRICS."""
-    chosen = set(names)
-    assert chosen <= METRICS.keys(), f"unknown metrics {sorted(chosen - METRICS.keys())}; known: {', '.join(METRICS)}"
-    return {name: METRICS[name] for name in METRICS if name in chosen}
+    chosen_names = set(names)
+    unknown_names = chosen_names - METRICS.keys()
+    assert not unknown_names, f"unknown metrics {sorted(unknown_names)}; known: {', '.join(METRICS)}"
+    return {name: METRICS[name] for name in METRICS if name in chosen_names}
 
 
 def needs_java(metrics: Mapping[str, Metric]) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, score_each_group
 from m3diff.scoring.metrics.ngrams import ORDERS, SharedNgrams, sum_by_order
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 SCORES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 STATISTICS = "BLEU_statistics"
@@ -56,8 +56,8 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         return dict(zip(SCORES, bleu(BleuStatistics.from_row(sums.tolist())), strict=True))
 
     pair_scores: dict[str, dict[str, PairValue]] = {}
-    rows_of_pairs = rows[shared.pair_numbers(groups[ALL])].tolist()
-    for pair_id, row in zip(groups[ALL], rows_of_pairs, strict=True):
+    rows_of_pairs = rows[shared.pair_numbers(groups[ALL_PAIRS])].tolist()
+    for pair_id, row in zip(groups[ALL_PAIRS], rows_of_pairs, strict=True):
         pair_bleu = bleu(BleuStatistics.from_row(row))
         pair_scores[pair_id] = {"BLEU-4": pair_bleu[-1], STATISTICS: [float(count) for count in row]}
     return MetricScores(score_each_group(groups, score_corpus), pair_scores)

@@ -12,7 +12,7 @@ import numpy as np
 
 from m3diff.scoring.grammar import Correctness, ParsedCaption
 from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, Value, divide_sums
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 NO_GRAMMAR = (
     "no dataset of these pairs has a grammar that reads its references (records/<dataset>/grammar.json), so captions "
@@ -82,18 +82,18 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     If the grammar cannot read most captions, all scores except `unreadable` are absent. Otherwise, captions that the
     grammar cannot read would count as wrong.
     """
-    parsed = {pair_id: tools.parsed[pair_id] for pair_id in groups[ALL] if pair_id in tools.parsed}
+    parsed = {pair_id: tools.parsed[pair_id] for pair_id in groups[ALL_PAIRS] if pair_id in tools.parsed}
     unreadable_share = share_of_true(caption.is_unreadable for caption in parsed.values())
     is_judged = unreadable_share is None or unreadable_share <= MAX_UNREADABLE_SHARE
     judged = parsed if is_judged else {}
     scores: dict[str, dict[str, Value]] = {
         group: group_scores(group, [judged[pair_id] for pair_id in ids if pair_id in judged])
         for group, ids in groups.items()
-        if group != ALL
+        if group != ALL_PAIRS
     }
-    scores[ALL] = overall_scores(judged.values()) | {"unreadable": unreadable_share}
+    scores[ALL_PAIRS] = overall_scores(judged.values()) | {"unreadable": unreadable_share}
     pair_scores = {pair_id: pair_values(caption, is_judged) for pair_id, caption in parsed.items()}
-    absent = {"reversal": NO_REVERSED} if scores[ALL]["reversal"] is None else {}
+    absent = {"reversal": NO_REVERSED} if scores[ALL_PAIRS]["reversal"] is None else {}
     if unreadable_share is None:
         absent = {METRIC.headline: NO_GRAMMAR}
     elif not is_judged:
@@ -137,10 +137,10 @@ def group_scores(group: str, captions: list[ParsedCaption]) -> dict[str, Value]:
         scores["all_exact_right"] = right_shares["exact"]
     elif group not in ("change", "distractors"):
         scores |= {f"{reading}_accuracy": share for reading, share in right_shares.items()}
-    claimed = sum(caption.claimed_changes for caption in captions)
-    false = sum(count_false_changes(caption) for caption in captions)
-    scores["false_changes"] = false / claimed if claimed else None
-    scores["false_changes_per_pair"] = false / len(captions) if captions else None
+    claimed_changes = sum(caption.claimed_changes for caption in captions)
+    false_changes = sum(count_false_changes(caption) for caption in captions)
+    scores["false_changes"] = false_changes / claimed_changes if claimed_changes else None
+    scores["false_changes_per_pair"] = false_changes / len(captions) if captions else None
     return scores
 
 
@@ -154,10 +154,10 @@ def clause_scores(captions: list[ParsedCaption]) -> dict[str, Value]:
         "exact": sum(caption.named_changes.exact for caption in captions),
     }
     scores: dict[str, Value] = {"changes": changes}
-    for reading, named in named_changes.items():
-        scores[f"{reading}_precision"] = named / clauses if clauses else None
-        scores[f"{reading}_recall"] = named / changes if changes else None
-        scores[f"{reading}_f1"] = 2 * named / (clauses + changes) if changes else None
+    for reading, count in named_changes.items():
+        scores[f"{reading}_precision"] = count / clauses if clauses else None
+        scores[f"{reading}_recall"] = count / changes if changes else None
+        scores[f"{reading}_f1"] = 2 * count / (clauses + changes) if changes else None
     return scores
 
 
@@ -210,7 +210,7 @@ def count_pair_statistics(caption: ParsedCaption) -> PairStatistics:
     )
 
 
-def share(part: str, total: str) -> Resampled:
+def resampled_share(part: str, total: str) -> Resampled:
     """Return how to compute a ratio: the sum of the count `part` divided by the sum of the count `total`."""
     return Resampled(STATISTICS, divide_sums(COUNTS.index(part), COUNTS.index(total)))
 
@@ -234,16 +234,16 @@ def resampled_f1(right: str) -> Resampled:
 
 
 RESAMPLED = {
-    "change_type_accuracy": share("single_type_right", "single"),
-    "change_place_accuracy": share("single_place_right", "single"),
-    "change_exact_accuracy": share("single_exact_right", "single"),
-    "no_change_recall": share("distractors_called_unchanged", "distractors"),
-    "false_no_change": share("changed_called_unchanged", "changed"),
+    "change_type_accuracy": resampled_share("single_type_right", "single"),
+    "change_place_accuracy": resampled_share("single_place_right", "single"),
+    "change_exact_accuracy": resampled_share("single_exact_right", "single"),
+    "no_change_recall": resampled_share("distractors_called_unchanged", "distractors"),
+    "false_no_change": resampled_share("changed_called_unchanged", "changed"),
     "multi_change_place_f1": resampled_f1("multi_place_right"),
     "multi_change_exact_f1": resampled_f1("multi_exact_right"),
-    "false_changes": share("false_changes", "claimed_changes"),
-    "unreadable": share("unreadable", "captions"),
-    "reversal": share("reversed_exact_right", "reversed_captions"),
+    "false_changes": resampled_share("false_changes", "claimed_changes"),
+    "unreadable": resampled_share("unreadable", "captions"),
+    "reversal": resampled_share("reversed_exact_right", "reversed_captions"),
 }
 METRIC = Metric(
     compute,

@@ -58,7 +58,7 @@ def read_parses(path: Path) -> ParsedCaptions:
 
     A file that is damaged or too large is reported on standard error.
     """
-    reason = f"it holds more than {MAX_CAPTIONS:,} captions"
+    reason = f"it contains more than {MAX_CAPTIONS:,} captions"
     try:
         with zipfile.ZipFile(path) as file:
             captions = frozenset(file.read(CAPTIONS).decode().split("\n"))
@@ -68,7 +68,7 @@ def read_parses(path: Path) -> ParsedCaptions:
         return ParsedCaptions()
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError) as error:
         reason = f"it is damaged ({error})"
-    print(f"SPICE: {path} is not used: {reason}; captions are parsed anew", file=sys.stderr, flush=True)
+    print(f"SPICE: {path} is not used, because {reason}. All captions are parsed again", file=sys.stderr, flush=True)
     return ParsedCaptions()
 
 

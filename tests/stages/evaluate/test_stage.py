@@ -18,7 +18,7 @@ from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import HEADLINE_SCORES, METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
 from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.results import EvaluateReport, headline_scores, score_table
 from m3diff.scoring.run import compute_metrics
@@ -150,7 +150,7 @@ def test_scores_of_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_
     found = score(metrics)
     of_group = {"a_1": None, "a_headline": None, "words": 2.0}
     groups = dict.fromkeys(("change", "multi_change", "distractors"), of_group)
-    assert found.groups == {ALL: of_group | {"control": None}} | groups
+    assert found.groups == {ALL_PAIRS: of_group | {"control": None}} | groups
     assert found.absent == {"a_headline": "out of words"}
     assert found.pairs == {"a": {"column": 1.0}}
 
