@@ -31,11 +31,11 @@ FINE_TUNING = "Fine-tuning"
 WIDTH = 360
 PLOT_HEIGHT = 168
 # Margins around the plot in pixels
-LEFT = 50  # for the tick labels
-RIGHT = 12
-TOP = 48  # for the title
-BOTTOM = 36  # for the axis of the steps
-ROW = 17  # height of a row of the legend in pixels
+LEFT_MARGIN = 50  # for the tick labels
+RIGHT_MARGIN = 12
+TOP_MARGIN = 48  # for the title
+BOTTOM_MARGIN = 36  # for the axis of the steps
+LEGEND_ROW_HEIGHT = 17  # in pixels
 NAME_LETTERS = 46  # maximum number of characters in a row of the legend
 MAX_DIGITS = 6  # maximum number of characters of a tick label
 STYLES = 5  # number of line styles in charts.css
@@ -148,21 +148,21 @@ def read_phases(path: Path) -> list[Phase]:
         path.open(encoding="utf-8", newline="") as file,
     ):
         rows = list(csv.DictReader(file))
-    parts: dict[str, PhaseRows] = {}
+    rows_by_phase: dict[str, PhaseRows] = {}
     for line, row in enumerate(rows, start=2):
         step = int(parse_number(path, line, "step", row.get("step") or ""))
         name = FINE_TUNING if step > 0 else ALIGNMENT
-        part = parts.setdefault(name, PhaseRows(name))
-        part.steps.append(step)
+        phase_rows = rows_by_phase.setdefault(name, PhaseRows(name))
+        phase_rows.steps.append(step)
         for column, text in row.items():
             if column in (None, "step") or not text:
                 continue
             value = parse_number(path, line, column, text)
             if math.isfinite(value):
-                part.columns.setdefault(column, []).append(Point(step, value))
+                phase_rows.columns.setdefault(column, []).append(Point(step, value))
             else:
-                part.not_finite += 1
-    return [make_phase(part) for part in parts.values()]
+                phase_rows.not_finite += 1
+    return [make_phase(phase_rows) for phase_rows in rows_by_phase.values()]
 
 
 def parse_number(path: Path, line: int, column: str, text: str) -> float:
@@ -180,19 +180,19 @@ def parse_number(path: Path, line: int, column: str, text: str) -> float:
     return value
 
 
-def make_phase(part: PhaseRows) -> Phase:
+def make_phase(rows: PhaseRows) -> Phase:
     """Convert the collected rows to a training phase with steps counted from 1."""
-    offset = min(part.steps) - 1 if part.name == ALIGNMENT else 0
-    columns = {
-        name: [Point(point.step - offset, point.value) for point in points] for name, points in part.columns.items()
-    }
-    return Phase(name=part.name, steps=max(part.steps) - offset, columns=columns, not_finite=part.not_finite)
+    offset = min(rows.steps) - 1 if rows.name == ALIGNMENT else 0
+    columns = {}
+    for name, points in rows.columns.items():
+        columns[name] = [Point(point.step - offset, point.value) for point in points]
+    return Phase(name=rows.name, steps=max(rows.steps) - offset, columns=columns, not_finite=rows.not_finite)
 
 
 # Charts
 
 
-def steps_in_words(steps: float) -> str:
+def format_steps(steps: float) -> str:
     """Return a number of steps as text, such as "2,000 steps"."""
     return "1 step" if steps == 1 else f"{steps:,.0f} steps"
 
@@ -200,7 +200,7 @@ def steps_in_words(steps: float) -> str:
 def draw_phase(phase: Phase) -> DrawnPhase:
     """Draw the charts of a training phase, except those without data."""
     return DrawnPhase(
-        title=f"{phase.name}, {steps_in_words(phase.steps)}",
+        title=f"{phase.name}, {format_steps(phase.steps)}",
         charts=[draw_chart(chart) for chart in main_charts(phase) if chart.series],
         more_charts=[draw_chart(chart) for chart in further_charts(phase) if chart.series],
         numbers=validation_rows(phase),
@@ -211,6 +211,7 @@ def draw_phase(phase: Phase) -> DrawnPhase:
 def main_charts(phase: Phase) -> list[Chart]:
     """Return the charts of loss, validation CIDEr and learning rates. A chart without data has no series."""
     cider = [Point(point.step, 100 * point.value) for point in phase.points("val_cider")]
+    learning_rates = merge_equal_columns(phase.columns_with_prefix("lr_"))
     return [
         loss_chart(phase),
         Chart(
@@ -222,7 +223,7 @@ def main_charts(phase: Phase) -> list[Chart]:
         Chart(
             title="Learning rate",
             note="by part of the model",
-            series=[make_line(name, points) for name, points in merge_equal_columns(phase.columns_with_prefix("lr_"))],
+            series=[make_line(name, points) for name, points in learning_rates],
             steps=phase.steps,
         ),
     ]
@@ -234,10 +235,11 @@ def loss_chart(phase: Phase) -> Chart:
     loss = phase.points("loss")
     if loss:
         ranges = combine_into_ranges(loss)
-        has_band = len(ranges) < len(loss)
-        name = "training (band: lowest to highest)" if has_band else "training"
-        means = [Point(part.step, part.mean) for part in ranges]
-        lines.append(Series(name, means, ranges if has_band else (), has_dots=len(means) == 1))
+        means = [Point(values.step, values.mean) for values in ranges]
+        if len(ranges) < len(loss):
+            lines.append(Series("training (band: lowest to highest)", means, ranges))
+        else:
+            lines.append(Series("training", means, has_dots=len(means) == 1))
     validation = phase.points("val_loss")
     if validation:
         lines.append(make_line("validation", validation, has_dots=True))
@@ -248,7 +250,7 @@ def loss_chart(phase: Phase) -> Chart:
     for line in lines:
         values += collect_values(line)
     is_log = bool(values) and min(values) > 0 and max(values) > LOG_SPAN * min(values)
-    note = "per supervised token" + (", logarithmic scale" if is_log else "")
+    note = "per supervised token, logarithmic scale" if is_log else "per supervised token"
     return Chart("Loss", note, lines, phase.steps, is_log=is_log, starts_at_zero=False)
 
 
@@ -303,19 +305,20 @@ def make_line(name: str, points: Sequence[Point], has_dots: bool = False) -> Ser
     """Return a line through the points or, if there are too many, through the means of ranges, with a band."""
     ranges = combine_into_ranges(points)
     if len(ranges) == len(points):
-        return Series(name, points, has_dots=(has_dots and len(points) <= MAX_DOTS) or len(points) == 1)
-    means = [Point(part.step, part.mean) for part in ranges]
+        has_few_points = len(points) <= MAX_DOTS
+        return Series(name, points, has_dots=(has_dots and has_few_points) or len(points) == 1)
+    means = [Point(values.step, values.mean) for values in ranges]
     return Series(name, means, ranges)
 
 
 def combine_into_ranges(points: Sequence[Point]) -> list[Range]:
     """Combine points into at most `MAX_RANGES` ranges. Each keeps its lowest and highest value, so no peak is lost."""
-    size = math.ceil(len(points) / MAX_RANGES)
+    size = max(1, math.ceil(len(points) / MAX_RANGES))
     ranges = []
-    for start in range(0, len(points), size or 1):
-        part = points[start : start + size]
-        values = [point.value for point in part]
-        step = statistics.fmean(point.step for point in part)
+    for start in range(0, len(points), size):
+        neighbours = points[start : start + size]
+        values = [point.value for point in neighbours]
+        step = statistics.fmean(point.step for point in neighbours)
         ranges.append(Range(step=step, low=min(values), mean=statistics.fmean(values), high=max(values)))
     return ranges
 
@@ -326,19 +329,20 @@ def validation_rows(phase: Phase) -> list[tuple[str, ...]]:
     If there are many validations, they are thinned out evenly.
     """
     columns = {"validation loss": phase.points("val_loss"), "CIDEr, times 100": phase.points("val_cider")}
-    shown = {name: points for name, points in columns.items() if points}
+    columns = {name: points for name, points in columns.items() if points}
     steps_with_values: set[float] = set()
-    for points in shown.values():
+    for points in columns.values():
         steps_with_values |= {point.step for point in points}
     steps = sorted(steps_with_values)
     if not steps:
         return []
     stride = math.ceil(len(steps) / MAX_ROWS)
     loss = {point.step: point.value for point in phase.points("loss")}
-    rows: list[tuple[str, ...]] = [("step", "training loss", *shown)]
-    for step in steps[::-1][::stride][::-1]:  # counted from the end, so that the last validation is included
+    rows: list[tuple[str, ...]] = [("step", "training loss", *columns)]
+    first_index = (len(steps) - 1) % stride  # so that the last validation is included
+    for step in steps[first_index::stride]:
         cells = [f"{step:,.0f}", f"{loss[step]:.4f}" if step in loss else "–"]
-        for name, points in shown.items():
+        for name, points in columns.items():
             value = next((point.value for point in points if point.step == step), None)
             if value is None:
                 cells.append("–")
@@ -384,18 +388,18 @@ def draw_chart(chart: Chart, x: float = 0, y: float = 0) -> Markup:
 
 def chart_height(chart: Chart) -> int:
     """Return the height of a chart in pixels, including its legend."""
-    return TOP + PLOT_HEIGHT + BOTTOM + ROW * len(chart.series) + 4
+    return TOP_MARGIN + PLOT_HEIGHT + BOTTOM_MARGIN + LEGEND_ROW_HEIGHT * len(chart.series) + 4
 
 
 def draw_axes(across: Axis, up: Axis) -> Iterator[str]:
     """Yield the SVG elements of the axes, with grid lines and labels."""
-    bottom = TOP + PLOT_HEIGHT
-    right = WIDTH - RIGHT
+    bottom = TOP_MARGIN + PLOT_HEIGHT
+    right = WIDTH - RIGHT_MARGIN
     for tick in up.ticks:
         y = up.position(tick)
-        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{tick_label(tick)}</text>'
-    yield f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
+        yield f'<line class="grid" x1="{LEFT_MARGIN}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text text-anchor="end" x="{LEFT_MARGIN - 6}" y="{y + 4:.1f}">{tick_label(tick)}</text>'
+    yield f'<line class="axis" x1="{LEFT_MARGIN}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
     for tick in across.ticks:
         x = across.position(tick)
         anchor = "end" if x > right - 12 else "middle"
@@ -410,9 +414,9 @@ def draw_series(series: Series, style: int, across: Axis, up: Axis) -> Iterator[
         return f"{across.position(step):.1f} {up.position(value):.1f}"
 
     if series.ranges:
-        upper = [position(part.step, part.high) for part in series.ranges]
-        lower = [position(part.step, part.low) for part in reversed(series.ranges)]
-        yield f'<path class="band f{style}" d="M{"L".join([*upper, *lower])}Z"/>'
+        upper_edge = [position(values.step, values.high) for values in series.ranges]
+        lower_edge = [position(values.step, values.low) for values in reversed(series.ranges)]
+        yield f'<path class="band f{style}" d="M{"L".join(upper_edge + lower_edge)}Z"/>'
     line = [position(point.step, point.value) for point in series.points]
     if len(line) > 1:
         yield f'<path class="line s{style}" d="M{"L".join(line)}"/>'
@@ -424,21 +428,21 @@ def draw_series(series: Series, style: int, across: Axis, up: Axis) -> Iterator[
 
 def draw_legend(series: Series, number: int) -> Iterator[str]:
     """Yield the SVG elements of a line's row in the legend."""
-    y = TOP + PLOT_HEIGHT + BOTTOM + ROW * number + 8
+    y = TOP_MARGIN + PLOT_HEIGHT + BOTTOM_MARGIN + LEGEND_ROW_HEIGHT * number + 8
     style = number % STYLES
     name = series.name if len(series.name) <= NAME_LETTERS else series.name[: NAME_LETTERS - 1] + "…"
-    yield f'<line class="line s{style}" x1="{LEFT}" x2="{LEFT + 24}" y1="{y}" y2="{y}"/>'
+    yield f'<line class="line s{style}" x1="{LEFT_MARGIN}" x2="{LEFT_MARGIN + 24}" y1="{y}" y2="{y}"/>'
     if series.has_dots:
-        yield f'<circle class="f{style}" cx="{LEFT + 12}" cy="{y}" r="3"/>'
-    yield f'<text class="name" x="{LEFT + 32}" y="{y + 4}">{escape(name)}</text>'
+        yield f'<circle class="f{style}" cx="{LEFT_MARGIN + 12}" cy="{y}" r="3"/>'
+    yield f'<text class="name" x="{LEFT_MARGIN + 32}" y="{y + 4}">{escape(name)}</text>'
 
 
 def make_step_axis(steps: int) -> Axis:
     """Return the horizontal axis, which starts at step 1."""
     last_step = max(steps, 2)
-    span = WIDTH - RIGHT - LEFT
-    whole_steps = [tick for tick in round_values(1, steps, 4) if tick >= 1 and tick == round(tick)]
-    return Axis(position=lambda step: LEFT + (step - 1) / (last_step - 1) * span, ticks=whole_steps or [1])
+    span = WIDTH - RIGHT_MARGIN - LEFT_MARGIN
+    whole_steps = [tick for tick in choose_round_ticks(1, steps, 4) if tick >= 1 and tick == round(tick)]
+    return Axis(position=lambda step: LEFT_MARGIN + (step - 1) / (last_step - 1) * span, ticks=whole_steps or [1])
 
 
 def make_value_axis(chart: Chart) -> Axis:
@@ -446,14 +450,14 @@ def make_value_axis(chart: Chart) -> Axis:
     values: list[float] = []
     for series in chart.series:
         values += collect_values(series)
-    bottom = TOP + PLOT_HEIGHT
+    bottom = TOP_MARGIN + PLOT_HEIGHT
     if chart.is_log:
         low = math.log(min(values))
         high = math.log(max(values))
         span = (high - low) or 1.0
         return Axis(
             position=lambda value: bottom - (math.log(value) - low) / span * PLOT_HEIGHT,
-            ticks=log_values(min(values), max(values)),
+            ticks=choose_log_ticks(min(values), max(values)),
         )
     lowest = min([*values, 0.0]) if chart.starts_at_zero else min(values)
     highest = max(values)
@@ -462,19 +466,19 @@ def make_value_axis(chart: Chart) -> Axis:
     base = lowest if chart.starts_at_zero else lowest - margin
     return Axis(
         position=lambda value: bottom - (value - base) / (top - base) * PLOT_HEIGHT,
-        ticks=round_values(base, top, 4),
+        ticks=choose_round_ticks(base, top, 4),
     )
 
 
 def collect_values(series: Series) -> list[float]:
     """Return all values of a line and its band."""
     values = [point.value for point in series.points]
-    for part in series.ranges:
-        values += [part.low, part.high]
+    for range_values in series.ranges:
+        values += [range_values.low, range_values.high]
     return values
 
 
-def round_values(low: float, high: float, count: int) -> list[float]:
+def choose_round_ticks(low: float, high: float, count: int) -> list[float]:
     """Return about `count` round values in [low, high]."""
     exact_step = (high - low) / count or 1.0
     power = 10.0 ** math.floor(math.log10(exact_step))
@@ -482,11 +486,13 @@ def round_values(low: float, high: float, count: int) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step * 1.0001) + 1)]
 
 
-def log_values(low: float, high: float) -> list[float]:
+def choose_log_ticks(low: float, high: float) -> list[float]:
     """Return the powers of ten in [low, high]. If there are only a few, also return 2 and 5 times each power."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
-    values = [factor * 10.0**power for power in powers for factor in factors]
+    values: list[float] = []
+    for power in powers:
+        values += [factor * 10.0**power for factor in factors]
     return [value for value in values if low <= value <= high]
 
 
@@ -511,19 +517,23 @@ def describe_chart(chart: Chart) -> str:
 
 def describe_line(series: Series) -> str:
     """Describe the first, last and extreme values of a line in words."""
-    first = series.points[0]
-    last = series.points[-1]
+    first_point = series.points[0]
+    last_point = series.points[-1]
     if len(series.points) == 1:
-        return f"{series.name}: {first.value:.4g} at step {first.step:,.0f}."
-    lows = [Point(part.step, part.low) for part in series.ranges] or series.points
-    highs = [Point(part.step, part.high) for part in series.ranges] or series.points
-    lowest = min(lows, key=lambda point: point.value)
-    highest = max(highs, key=lambda point: point.value)
+        return f"{series.name}: {describe_point(first_point)}."
+    lows = [Point(values.step, values.low) for values in series.ranges] or series.points
+    highs = [Point(values.step, values.high) for values in series.ranges] or series.points
+    lowest_point = min(lows, key=lambda point: point.value)
+    highest_point = max(highs, key=lambda point: point.value)
     return (
-        f"{series.name}: {first.value:.4g} at step {first.step:,.0f}, {last.value:.4g} at step {last.step:,.0f}, "
-        f"lowest {lowest.value:.4g} at step {lowest.step:,.0f}, highest {highest.value:.4g} at step "
-        f"{highest.step:,.0f}."
+        f"{series.name}: {describe_point(first_point)}, {describe_point(last_point)}, "
+        f"lowest {describe_point(lowest_point)}, highest {describe_point(highest_point)}."
     )
+
+
+def describe_point(point: Point) -> str:
+    """Return the value and the step of a point as text, such as "0.25 at step 1,000"."""
+    return f"{point.value:.4g} at step {point.step:,.0f}"
 
 
 # A separate SVG file

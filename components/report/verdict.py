@@ -6,7 +6,7 @@ Without this warning, only experts would know what a row of zeros means.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from m3diff.report.curves import Phase, first_and_last_loss, steps_in_words
+from m3diff.report.curves import Phase, first_and_last_loss, format_steps
 from m3diff.scoring.grammar import normalise
 from m3diff.scoring.metrics import BY_CHARACTERS
 from m3diff.scoring.protocols import ProtocolPairs
@@ -92,7 +92,7 @@ def give_training_advice(training: Phase) -> list[str]:
     """Return the length of a training phase and how its loss changed, followed by advice on what to try."""
     loss = first_and_last_loss(training)
     course = "" if loss is None else f", and the loss went from {loss[0]:.2f} to {loss[1]:.2f}"
-    advice = [f"It trained for {steps_in_words(training.steps)}{course}."]
+    advice = [f"It trained for {format_steps(training.steps)}{course}."]
     if training.steps < ENOUGH_STEPS:
         advice.append(f"Fewer than {ENOUGH_STEPS} steps teach little: raise train.epochs, or add pairs.")
     if loss is not None and loss[1] > MIN_LOSS_FALL * loss[0]:
