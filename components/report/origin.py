@@ -18,7 +18,7 @@ from m3diff.records.errors import data_error_if_unreadable
 from m3diff.records.files import write_atomic
 
 DECISIVE_PATHS = ("components", "params.yaml", "dvc.yaml")  # together with the data, these determine the result
-MADE = "made.js"  # file next to report.html
+CREATION_NOTE = "made.js"  # file next to report.html
 # The key of a page is also in its made.js, so that the page ignores the made.js of another page
 PAGE_KEY = re.compile(r'data-key="([0-9a-f]{16})"')
 
@@ -86,10 +86,11 @@ def list_training_facts(settings: Mapping[str, Any], report: Mapping[str, Any]) 
         yield "Alignment before it", f"{steps_before} ({captions_before})"
     lora = settings.get("lora", {})
     adapters = f"; LoRA of rank {lora['rank']}, alpha {lora['alpha']}" if lora.get("rank") else ""
-    trained = format_millions(report["parameters_trainable"])
-    yield "Parameters", f"{trained} trained, {format_millions(report['parameters_frozen'])} frozen{adapters}"
+    trained_parameters = format_millions(report["parameters_trainable"])
+    frozen_parameters = format_millions(report["parameters_frozen"])
+    yield "Parameters", f"{trained_parameters} trained, {frozen_parameters} frozen{adapters}"
     if report["exported_step"] != report["steps"]:
-        yield "Checkpoint", f"that of step {report['exported_step']:,}, the best by CIDEr of validation"
+        yield "Checkpoint", f"step {report['exported_step']:,}, which has the highest CIDEr on validation pairs"
 
 
 def format_count(count: float, word: str) -> str:
@@ -106,22 +107,22 @@ def write_creation_note(folder: Path) -> None:
     """Write `folder`/made.js with the code's commit and date, and the time when `folder`/report.html was created."""
     key = PAGE_KEY.search((folder / "report.html").read_text(encoding="utf-8"))
     assert key is not None, f"{folder / 'report.html'}: has no key"
-    drawn = f"page drawn on {format_day(time.time())}, {time.strftime('%H:%M', time.gmtime())} UTC"
-    text = "; ".join([*describe_commit(), drawn])
-    write_atomic(folder / MADE, f"made({json.dumps(key[1])}, {json.dumps(text)})\n")
+    created = f"page created on {format_day(time.time())}, {time.strftime('%H:%M', time.gmtime())} UTC"
+    text = "; ".join([*describe_commit(), created])
+    write_atomic(folder / CREATION_NOTE, f"made({json.dumps(key[1])}, {json.dumps(text)})\n")
 
 
 def describe_commit() -> Iterator[str]:
     """Yield the last commit that changed code or parameters, with its date in UTC, or nothing without a repository."""
     try:
         commit_and_time = git("log", "-1", "--format=%H %ct", "--", *DECISIVE_PATHS)
-        changed = git("status", "--porcelain", "--", *DECISIVE_PATHS)
+        changes = git("status", "--porcelain", "--", *DECISIVE_PATHS)
     except GitError:
         return
     if commit_and_time:
         commit, seconds = commit_and_time.split()
-        edited = ", with changes that were not committed" if changed else ""
-        yield f"last changed in commit {commit[:8]} of {format_day(int(seconds))}{edited}"
+        note = ", with changes that were not committed" if changes else ""
+        yield f"last changed in commit {commit[:8]} of {format_day(int(seconds))}{note}"
 
 
 def format_day(seconds: float) -> str:

@@ -17,7 +17,7 @@ from m3diff.records.files import write_atomic
 from m3diff.report.curves import draw_phase, read_phases
 from m3diff.report.gallery import RunPairs, build_gallery
 from m3diff.report.images import MB, find_image_rights, read_saliency
-from m3diff.report.origin import MADE, Origin
+from m3diff.report.origin import CREATION_NOTE, Origin
 from m3diff.report.score_tables import (
     describe_pairs,
     describe_rules,
@@ -84,7 +84,7 @@ def write_report(evidence: Evidence, out: Path, embedded_mb: int) -> None:
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     write_atomic(out / "report.html", text.replace(NO_KEY, key, 1))
     # clear the file, which may contain the commit of an earlier page; `write_creation_note` fills it in later
-    write_atomic(out / MADE, "")
+    write_atomic(out / CREATION_NOTE, "")
 
 
 def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
         confusion=confusion_table(judged_captions(evidence, main_protocol)),
         gallery=gallery | {"first": FIRST_CARDS},
         gallery_title="All pairs",
-        gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
+        gallery_note="All test pairs with the captions of the model. Open a pair to slide between its images.",
         image_rights=rights,
         has_saliency=bool(saliency),
         absent_scores=absent_scores(headline_protocols, scores),

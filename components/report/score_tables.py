@@ -23,18 +23,20 @@ GROUP_TITLES = {"change": "with a change", "multi_change": "with several changes
 # Columns of the table of change types: title -> name of the group's score
 ACCURACIES = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
 MARK_NOTES = {
-    PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than papers score: not comparable with published figures.",
-    UNIFORM_MARK: f"{UNIFORM_MARK} Pairs without a change share the same few references. CIDEr counts rare words, so "
-    "it is 0 here whatever the model says. The share of “nothing changed” says how well the model does.",
+    PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than in papers, so these scores cannot be compared with published ones.",
+    UNIFORM_MARK: f"{UNIFORM_MARK} All pairs without a change have the same few references. CIDEr weighs rare words, "
+    "so it is 0 for any caption. The share of captions that say “nothing changed” shows how good the model is.",
 }
 
 
 def make_row(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
     """Return the row for all pairs of a protocol: the number of pairs here and in papers, and scores with intervals."""
-    papers = "" if scores.published_pairs is None else f" of {scores.published_pairs:,}"
+    pairs = f"{scores.pairs:,}"
+    if scores.published_pairs is not None:
+        pairs += f" of {scores.published_pairs:,}"
     return TableRow(
         name=name,
-        labels=(f"{scores.pairs:,}{papers}",),
+        labels=(pairs,),
         cells=tuple(make_cell(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
         marks=choose_marks(scores),
     )
@@ -101,15 +103,16 @@ def describe_pairs(protocol: Protocol) -> str:
 def describe_rules(protocol: Protocol, counts_characters: bool) -> str:
     """Describe the rules of a protocol in sentences."""
     pairs = describe_pairs(protocol)
-    references = "all its references" if protocol.references == "all" else "its references joined to one text"
-    cut = f", both cut after {protocol.max_words} words" if protocol.max_words else ""
-    tokenizer = "the PTB tokenizer" if protocol.tokenizer == "ptb" else "white space alone"
-    characters = "by characters in scripts without spaces between words, else " if counts_characters else ""
-    sentences = [
-        f"{pairs[0].upper()}{pairs[1:]}.",
-        f"Each caption is compared with {references}{cut}.",
-        f"Words are split {characters}by {tokenizer}.",
-    ]
+    references = "all references of its pair"
+    if protocol.references == "joined":
+        references = "the references of its pair, joined into one text"
+    sentences = [f"{pairs[0].upper()}{pairs[1:]}.", f"Each caption is compared with {references}."]
+    if protocol.max_words:
+        sentences.append(f"All texts are truncated after {protocol.max_words} words.")
+    if counts_characters:
+        sentences.append("In scripts without spaces between words, each character counts as a word.")
+    tokenizer = "by the PTB tokenizer" if protocol.tokenizer == "ptb" else "only at white space"
+    sentences.append(f"Texts are split into words {tokenizer}.")
     return " ".join(sentences)
 
 
@@ -160,14 +163,15 @@ def published_table(
     """
     if not published_rows:
         return None
-    papers = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
-    rows = [make_row("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
+    published_pairs = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
+    row_of_this_run = make_row("this run", scores, PUBLISHED_SCORES)
+    rows = [row_of_this_run._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
     notes_on_this_run = explain_marks(rows)
     for row in published_rows:
         rows.append(
             TableRow(
                 name=row.method,
-                labels=(row.venue, papers),
+                labels=(row.venue, published_pairs),
                 cells=tuple(map(Cell, row.scores.values())),
                 marks=(CHOSEN_MARK,) if row.chosen_on_test else (),
             )
@@ -179,6 +183,6 @@ def published_table(
     if evidence:
         notes.append(f"{CHOSEN_MARK} Epoch chosen on the test split. {'; '.join(evidence)}.")
     sources = "; ".join(sorted({row.source for row in published_rows}))
-    notes += [*notes_on_this_run, f"Published figures as given by {sources}."]
+    notes += [*notes_on_this_run, f"Published scores are taken from {sources}."]
     columns = ("Method", "venue", "n", *PUBLISHED_SCORES)
     return Table(f"{file_name_of_protocol(protocol)}-published", columns, mark_best(rows), notes)

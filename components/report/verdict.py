@@ -50,14 +50,16 @@ def judge_learning(
     for protocol in protocols:
         captions |= {pair.prediction for pair in protocol.pairs}
     if len(captions) == 1:
-        sentence += f" It says the same of every pair: “{captions.pop() or '(nothing)'}”."
+        sentence += f" It writes the same caption for every pair: “{captions.pop() or '(nothing)'}”."
     return LearningVerdict(sentence, give_advice(training, base))
 
 
 def find_cider(scores: ProtocolScores) -> float | None:
     """Return the CIDEr over all pairs, computed on words or, if that is absent, on characters."""
     cider = scores.scores.get("CIDEr")
-    return scores.scores.get(f"CIDEr{BY_CHARACTERS}") if cider is None else cider
+    if cider is None:
+        return scores.scores.get(f"CIDEr{BY_CHARACTERS}")
+    return cider
 
 
 def share_of_exact_captions(protocols: Sequence[ProtocolPairs]) -> float:
@@ -70,7 +72,7 @@ def share_of_exact_captions(protocols: Sequence[ProtocolPairs]) -> float:
     for protocol in protocols:
         for pair in protocol.pairs:
             pairs += 1
-            references = map(normalise, pair.references)
+            references = [normalise(reference) for reference in pair.references]
             exact_captions += normalise(pair.prediction) in references
     return exact_captions / pairs if pairs else 0.0
 
@@ -82,21 +84,21 @@ def give_advice(training: Phase | None, base: str) -> list[str]:
         advice += give_training_advice(training)
     if base.rstrip("/").endswith(EMBEDDED_BASE):
         advice.append(
-            "The base that comes with the project knows its own drawn scenes alone. For photographs begin with a real "
-            "one: docs/your-data.md says how."
+            "The base that comes with the project only knows its own drawn scenes. For photographs, start with a real "
+            "base, as docs/your-data.md explains."
         )
-    return advice or ["Open some pairs below: captions of one word or of none point at the prompt or the base."]
+    return advice or ["Look at some pairs below. Captions of one word or none indicate an unsuitable prompt or base."]
 
 
 def give_training_advice(training: Phase) -> list[str]:
     """Return the length of a training phase and how its loss changed, followed by advice on what to try."""
     loss = first_and_last_loss(training)
-    course = "" if loss is None else f", and the loss went from {loss[0]:.2f} to {loss[1]:.2f}"
-    advice = [f"It trained for {format_steps(training.steps)}{course}."]
+    loss_change = "" if loss is None else f", and the loss changed from {loss[0]:.2f} to {loss[1]:.2f}"
+    advice = [f"It trained for {format_steps(training.steps)}{loss_change}."]
     if training.steps < ENOUGH_STEPS:
-        advice.append(f"Fewer than {ENOUGH_STEPS} steps teach little: raise train.epochs, or add pairs.")
+        advice.append(f"A model learns little in fewer than {ENOUGH_STEPS} steps. Raise train.epochs, or add pairs.")
     if loss is not None and loss[1] > MIN_LOSS_FALL * loss[0]:
         advice.append(
-            "The loss has hardly fallen: train longer, or raise the learning rates (models.NAME.rates in params.yaml)."
+            "The loss has hardly fallen. Train longer, or raise the learning rates (models.NAME.rates in params.yaml)."
         )
     return advice

@@ -8,6 +8,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.report.page import Evidence
 from m3diff.report.score_tables import (
+    MARK_NOTES,
     describe_pairs,
     describe_rules,
     group_table,
@@ -16,7 +17,7 @@ from m3diff.report.score_tables import (
     published_table,
     type_table,
 )
-from m3diff.report.tables import Table, as_latex
+from m3diff.report.tables import PARTIAL_MARK, Table, as_latex
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, headline_scores_by_metric
 from m3diff.scoring.published import published_rows
@@ -42,7 +43,7 @@ def test_a_partial_protocol_is_marked_and_a_full_one_is_not():
     rows = [["a/x", "all pairs", "1,270 of 7,970", "50.0", "–", "*"], ["b/y", "", "4 of 4", "25.0", "–", ""]]
     rows.append(["c/z", "", "4", "–", "–", ""])
     assert texts(found) == rows
-    assert found.notes == ["* Fewer pairs than papers score: not comparable with published figures."]
+    assert found.notes == [MARK_NOTES[PARTIAL_MARK]]
     assert found.rows[0].cells[0].interval == Interval(low=25, high=75)
     assert overview_table({"b/y": scores(4, 4)}, [], {}).notes == []
 
@@ -94,7 +95,7 @@ def test_a_run_of_fewer_pairs_is_never_the_best():
     assert found.rows[0].marks == ("*",)
     assert not found.rows[0].cells[3].is_best
     assert found.rows[1].cells[3].is_best
-    assert found.notes[0].startswith("* Fewer pairs")
+    assert found.notes[0] == MARK_NOTES[PARTIAL_MARK]
 
 
 def test_rows_whose_epoch_was_chosen_on_the_test_split_are_marked():

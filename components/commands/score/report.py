@@ -49,20 +49,21 @@ class ScoreReport(BaseModel):
         yield from (f"  {name}: {reason}" for name, reason in self.absent.items())
         published = self._published_table()
         if published is not None:
-            yield f"  published figures beside it, by {self.headline}:"
+            yield f"  this run and published scores, the highest {self.headline} first:"
             yield from (f"    {line}" for line in format_lines(published))
             yield from (f"    {note}" for note in published.notes)
 
     def _head_lines(self) -> Iterator[str]:
         source = f" ({self.source})" if self.source else ""
         yield f"{self.dataset}, protocol {self.protocol!r}{source}"
-        papers = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
-        yield f"  pairs {self.pairs:,}{papers}; references a pair {self.references / self.pairs:.2f}"
-        characters = "characters of scripts without spaces between words; else " if self.counts_characters else ""
-        tokenizer = "PTB, lower case" if self.tokenizer == "ptb" else "white space, case kept"
-        yield f"  tokenizer: {characters}{tokenizer}"
-        scorers = "METEOR 1.5, CIDEr-D, ROUGE-L's F with recall weighed 1.2 times, mean F of SPICE"
-        yield f"  scores of pycocoevalcap: {scorers}"
+        published_pairs = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
+        yield f"  {self.pairs:,} pairs{published_pairs}, {self.references / self.pairs:.2f} references per pair"
+        tokenizer = "PTB, in lower case" if self.tokenizer == "ptb" else "split at white space, case-sensitive"
+        if self.counts_characters:
+            tokenizer = f"characters in scripts without spaces between words, otherwise {tokenizer}"
+        yield f"  tokenizer: {tokenizer}"
+        scorers = "METEOR 1.5, CIDEr-D, ROUGE-L as F-score with recall weighted 1.2 times, SPICE as mean F-score"
+        yield f"  scores as in pycocoevalcap: {scorers}"
 
     def _score_table(self) -> Table:
         rows = []
