@@ -99,7 +99,7 @@ def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
     from m3diff.commands.plan import Run, make_plan
 
     train_section, settings = changed_sections(changes, params)
-    return make_plan(replace(Run.of(params), train=train_section, settings=settings)).caption_flops
+    return make_plan(replace(Run.from_params(params), train=train_section, settings=settings)).caption_flops
 
 
 def main(measurement: str, *arguments: str) -> str:

@@ -443,7 +443,7 @@ def test_plan_prints_both_phases_and_then_checks_their_memory(monkeypatch, capsy
     assert capsys.readouterr().out.endswith("\nthe fine-tuning\n")
     params = load_params(Path("profiles/paper.yaml"))
     gpu = GPUS["H200-141GB"]
-    run = {"run": Run.of(params)}
+    run = {"run": Run.from_params(params)}
     printed = {"compute": params.compute, "gpu": gpu, "hfu": 0.3}
     checked = {"compute": params.compute, "memory_gb": gpu.memory_gb}
     assert recorder.calls == [

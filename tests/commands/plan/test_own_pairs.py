@@ -99,4 +99,4 @@ def test_what_cannot_be_read_is_named_with_the_reason_and_the_remedy(own, photog
 def test_a_mixture_of_another_run_is_not_counted_in_their_place(run, own):
     plan = make_plan(replace(run(), entries=own, convert=CONVERT))
     assert plan.workload.counts_by_dataset == {"photographs": (48, 94)}
-    assert "is of another run (a, b)" in plan.workload.origin
+    assert "another run, with a, b" in plan.workload.origin
