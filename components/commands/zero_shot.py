@@ -108,19 +108,20 @@ class ZeroShotResult(NamedTuple):
     """The output folder with `predictions/` and `report/`, the report of the captions, and their scores."""
 
     folder: Path
-    captioned: ZeroShotReport
-    scored: EvaluateReport
+    captions_report: ZeroShotReport
+    scores_report: EvaluateReport
 
     @property
     def lines(self) -> list[str]:
         """Lines for the user: the pairs without a caption, then the scores next to those published in papers."""
-        lines = [
-            f"{len(ids):,} of {self.captioned.rows_in:,} answers {kind}, scored as an empty caption: {list_ids(ids)}"
-            for kind, ids in self.captioned.without_caption.items()
-            if ids
-        ]
-        for protocol, main_scores in headline_scores(self.scored).items():
-            protocol_scores = self.scored.protocols[protocol]
+        lines = []
+        test_pairs = self.captions_report.rows_in
+        for kind, ids in self.captions_report.without_caption.items():
+            if ids:
+                answers = f"{len(ids):,} of {test_pairs:,} answers were {kind}"
+                lines.append(f"{answers} and are scored as an empty caption: {list_ids(ids)}")
+        for protocol, main_scores in headline_scores(self.scores_report).items():
+            protocol_scores = self.scores_report.protocols[protocol]
             coverage = ""
             if protocol_scores.is_partial:
                 coverage = f" ({protocol_scores.pairs:,} of {protocol_scores.published_pairs:,} pairs)"
@@ -174,10 +175,10 @@ def zero_shot(
     folder = out or request.default_folder(compute.scratch)
     with new_folder(folder) as unfinished:
         predictions = unfinished / "predictions"
-        captioned = write_predictions(request, pairs, answers, sources, predictions)
+        captions_report = write_predictions(request, pairs, answers, sources, predictions)
         origin = Origin(facts={"Model": f"{request.model} behind {redact(request.url)}", "Prompt": request.prompt})
-        scored = evaluate(cfg, compute, records, clean, predictions, unfinished / "report", origin)
-    return ZeroShotResult(folder=folder, captioned=captioned, scored=scored)
+        scores_report = evaluate(cfg, compute, records, clean, predictions, unfinished / "report", origin)
+    return ZeroShotResult(folder=folder, captions_report=captions_report, scores_report=scores_report)
 
 
 def check_before_sending(

@@ -258,7 +258,7 @@ LINES = "a line\nanother\n"
         pytest.param(
             "compare a b --out c",
             "commands.compare",
-            {"compare": {"t": 1}, "as_text": "T"},
+            {"compare": {"t": 1}, "format_table": "T"},
             0,
             "T\n\npair by pair: c\n",
             id="compare",

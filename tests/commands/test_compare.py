@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.commands.compare import as_text, compare
+from m3diff.commands.compare import compare, format_table
 from m3diff.records.errors import DataError
 from m3diff.report.tables import Table
 from tests.errors import raises
@@ -70,7 +70,7 @@ def test_the_page_of_few_pairs_holds_its_images(runs, tmp_path):
 
 
 def test_a_terminal_gets_the_table_in_columns(runs, tmp_path):
-    lines = as_text("toy/test", run(runs, tmp_path)["toy/test"]).splitlines()
+    lines = format_table("toy/test", run(runs, tmp_path)["toy/test"]).splitlines()
     assert lines[0] == "toy/test"
     assert lines[1].split() == ["Score", "first", "second", "difference"]
     starts = {line.index(re.search(r"(?<=  )[\d.]+", line)[0]) for line in lines[2:]}  # type: ignore[index]

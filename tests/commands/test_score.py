@@ -13,9 +13,9 @@ import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
 from m3diff.commands.score import score
-from m3diff.commands.score.matching import MatchedPairs, faults_of_captions, find_pairs, match
+from m3diff.commands.score.matching import MatchedPairs, find_caption_faults, find_pairs, match_captions
 from m3diff.commands.score.predictions import read_predictions
-from m3diff.commands.score.references import bare_pair, find_references
+from m3diff.commands.score.references import find_references, make_bare_pair
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_task
 from m3diff.datasets import DATASETS
@@ -157,9 +157,9 @@ def task(dataset: str = "own", counts: SplitCount | None = None) -> ScoringTask:
 def test_ids_are_the_same_in_any_unicode_form():
     for form, other in (("NFC", "NFD"), ("NFD", "NFC")):
         given, known = (unicodedata.normalize(name, "Köln_1é.png") for name in (form, other))
-        assert match(Path("p"), [(given, "x")], [known], task()) == {known: "x"}
+        assert match_captions(Path("p"), [(given, "x")], [known], task()) == {known: "x"}
         with raises(DataError, "score.ids_repeated", value=2, total=1, name=known):
-            match(Path("p"), [(given, "x"), (known, "y")], [known], task())
+            match_captions(Path("p"), [(given, "x"), (known, "y")], [known], task())
 
 
 @pytest.mark.parametrize(
@@ -182,23 +182,23 @@ def test_ids_are_the_same_in_any_unicode_form():
 )
 def test_an_id_is_known_as_the_benchmark_s_authors_write_it(given, known):
     ids = ["235.png", "000123.png", "000123.png_n", "Reddit_1052", "13985343_24"]
-    assert match(Path("p"), [(given, "x")], ids, task("spot_the_diff")) == {known: "x"}
+    assert match_captions(Path("p"), [(given, "x")], ids, task("spot_the_diff")) == {known: "x"}
     both = [(given, "x"), (known, "y")]
     with raises(DataError, "score.ids_repeated", value=2, total=1, name=known, times=2, levels=[]):
-        match(Path("p"), both, ids, task("spot_the_diff"))
+        match_captions(Path("p"), both, ids, task("spot_the_diff"))
 
 
 def test_what_two_ids_could_mean_is_unknown_unless_written_in_full():
     given = [("own/a/1.png", "x"), ("1", "y")]
-    assert match(Path("p"), given, ["a/1.png", "b/1.png"], task()) == {"a/1.png": "x", "1": "y"}
+    assert match_captions(Path("p"), given, ["a/1.png", "b/1.png"], task()) == {"a/1.png": "x", "1": "y"}
 
 
 def faults(given: str, **counts: int) -> list[Fault]:
     """Of captions of these ids, a letter or digit each, for the pairs 0 to 4."""
     found = [(name, "x") for name in given]
-    pairs = {str(n): bare_pair(task(), str(n), ["a"], []) for n in range(5)}
+    pairs = {str(n): make_bare_pair(task(), str(n), ["a"], []) for n in range(5)}
     known = SplitCount(len(pairs), **counts)
-    return faults_of_captions(match(Path("p"), found, pairs, task(counts=known)), pairs, pairs, known)
+    return find_caption_faults(match_captions(Path("p"), found, pairs, task(counts=known)), pairs, pairs, known)
 
 
 OF_IMAGES = Fault("score.level_of_images", value=4)

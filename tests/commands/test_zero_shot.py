@@ -128,7 +128,7 @@ def test_captions_are_scored_as_evaluate_scores_them(server, folders, tmp_path):
         (folders.predictions / extra).unlink()
     cfg = bench.config(metrics=["change_accuracy"])
     report = evaluate(cfg, bench.compute(), *folders, tmp_path / "own")
-    assert result.scored == report
+    assert result.scores_report == report
     assert report.protocols["toy/test"].scores["change_type_accuracy"] == 2 / 3
     for name in ("metrics.json", "headline.json", "scores.parquet"):
         assert (result.folder / "report" / name).read_bytes() == (tmp_path / "own" / name).read_bytes(), name
@@ -160,7 +160,7 @@ def test_a_second_run_asks_only_what_is_not_stored(changes, questions, server, f
     server.asked.clear()
     result = run(tmp_path, make_request(server, **changes))
     assert len(server.asked) == questions
-    assert (result.scored == earlier.scored) is ("limit" not in changes)
+    assert (result.scores_report == earlier.scores_report) is ("limit" not in changes)
     assert (result.folder == earlier.folder) is (not changes)
 
 
@@ -243,16 +243,17 @@ def test_the_report_names_the_pairs_without_a_caption(mixed_result):
 
 
 def test_empty_captions_are_scored(mixed_result):
-    scored = mixed_result.scored.protocols["toy/test"]
+    scored = mixed_result.scores_report.protocols["toy/test"]
     assert scored.pairs == 6
     assert scored.scores["unreadable"] == 5 / 6
 
 
 def test_the_printed_lines_name_the_pairs_without_a_caption(mixed_result):
-    assert mixed_result.lines[:3] == [
-        "2 of 6 answers refused, scored as an empty caption: toy/5, toy/1",
-        "1 of 6 answers empty, scored as an empty caption: toy/2",
-        "1 of 6 answers cut, scored as an empty caption: toy/4",
+    facts = [re.findall(r"^\d of 6|refused|empty(?! caption)|cut|toy/\d", line) for line in mixed_result.lines[:3]]
+    assert facts == [
+        ["2 of 6", "refused", "toy/5", "toy/1"],
+        ["1 of 6", "empty", "toy/2"],
+        ["1 of 6", "cut", "toy/4"],
     ]
 
 

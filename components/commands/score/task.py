@@ -100,12 +100,12 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
         dataset=benchmark,
         protocol=chosen,
         spec=spec,
-        counts=counts_of(chosen, known_benchmarks[benchmark].test_counts),
+        counts=find_counts(chosen, known_benchmarks[benchmark].test_counts),
         published=find_published_rows(benchmark, chosen, is_headline=chosen.name == headline),
     )
 
 
-def counts_of(protocol: Protocol, test_counts: SplitCount | None) -> SplitCount | None:
+def find_counts(protocol: Protocol, test_counts: SplitCount | None) -> SplitCount | None:
     """Return the published counts of a protocol, or None if they are not known.
 
     If the protocol does not include the whole test split, only the number of pairs is known.
