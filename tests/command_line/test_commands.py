@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("project")
 def _reports_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a stage's command print a recorder's result, which has no numbers."""
     for command in ("augment", "ingest", "validate", "convert"):
-        monkeypatch.setattr(f"m3diff.command_line.{command}.report_lines", str)
+        monkeypatch.setattr(f"m3diff.command_line.{command}.format_report", str)
 
 
 # Which function is called, with which arguments
