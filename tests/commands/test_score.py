@@ -155,15 +155,15 @@ def task(dataset: str = "own", counts: SplitCount | None = None) -> ScoringTask:
 
 
 def test_ids_are_the_same_in_any_unicode_form():
-    for form, other in (("NFC", "NFD"), ("NFD", "NFC")):
-        given, known = (unicodedata.normalize(name, "Köln_1é.png") for name in (form, other))
-        assert match_captions(Path("p"), [(given, "x")], [known], task()) == {known: "x"}
-        with raises(DataError, "score.ids_repeated", value=2, total=1, name=known):
-            match_captions(Path("p"), [(given, "x"), (known, "y")], [known], task())
+    for id_form, name_form in (("NFC", "NFD"), ("NFD", "NFC")):
+        pair_id, pair_name = (unicodedata.normalize(name, "Köln_1é.png") for name in (id_form, name_form))
+        assert match_captions(Path("p"), [(pair_id, "x")], [pair_name], task()) == {pair_name: "x"}
+        with raises(DataError, "score.ids_repeated", value=2, total=1, name=pair_name):
+            match_captions(Path("p"), [(pair_id, "x"), (pair_name, "y")], [pair_name], task())
 
 
 @pytest.mark.parametrize(
-    ("given", "known"),
+    ("pair_id", "pair_name"),
     [
         ("235.png", "235.png"),
         ("235", "235.png"),
@@ -180,25 +180,27 @@ def test_ids_are_the_same_in_any_unicode_form():
         ("13985343.jpg_24.jpg", "13985343_24"),
     ],
 )
-def test_an_id_is_known_as_the_benchmark_s_authors_write_it(given, known):
+def test_an_id_is_known_as_the_benchmark_s_authors_write_it(pair_id, pair_name):
     ids = ["235.png", "000123.png", "000123.png_n", "Reddit_1052", "13985343_24"]
-    assert match_captions(Path("p"), [(given, "x")], ids, task("spot_the_diff")) == {known: "x"}
-    both = [(given, "x"), (known, "y")]
-    with raises(DataError, "score.ids_repeated", value=2, total=1, name=known, times=2, levels=[]):
-        match_captions(Path("p"), both, ids, task("spot_the_diff"))
+    assert match_captions(Path("p"), [(pair_id, "x")], ids, task("spot_the_diff")) == {pair_name: "x"}
+    captions = [(pair_id, "x"), (pair_name, "y")]
+    with raises(DataError, "score.ids_repeated", value=2, total=1, name=pair_name, times=2, levels=[]):
+        match_captions(Path("p"), captions, ids, task("spot_the_diff"))
 
 
 def test_what_two_ids_could_mean_is_unknown_unless_written_in_full():
-    given = [("own/a/1.png", "x"), ("1", "y")]
-    assert match_captions(Path("p"), given, ["a/1.png", "b/1.png"], task()) == {"a/1.png": "x", "1": "y"}
+    captions = [("own/a/1.png", "x"), ("1", "y")]
+    assert match_captions(Path("p"), captions, ["a/1.png", "b/1.png"], task()) == {"a/1.png": "x", "1": "y"}
 
 
-def faults(given: str, **counts: int) -> list[Fault]:
+def faults(ids: str, **counts: int) -> list[Fault]:
     """Of captions of these ids, a letter or digit each, for the pairs 0 to 4."""
-    found = [(name, "x") for name in given]
+    captions = [(name, "x") for name in ids]
     pairs = {str(n): make_bare_pair(task(), str(n), ["a"], []) for n in range(5)}
-    known = SplitCount(len(pairs), **counts)
-    return find_caption_faults(match_captions(Path("p"), found, pairs, task(counts=known)), pairs, pairs, known)
+    published_counts = SplitCount(len(pairs), **counts)
+    return find_caption_faults(
+        match_captions(Path("p"), captions, pairs, task(counts=published_counts)), pairs, pairs, published_counts
+    )
 
 
 OF_IMAGES = Fault("score.level_of_images", value=4)
@@ -250,18 +252,20 @@ RECORDS: list[tuple[str, list[str]]] = [
     ("15", ["the door of the shop is open now"]),
     ("12", ["a van was parked near the shop"]),
 ]
-SAID = {
+CAPTIONS = {
     "11": "the red car is gone from the street",
     "12": "the white van moved to the right side",
     "13": "there is no difference",
     "14": "the grey van has been driven away and two people walk past the shop",
     "15": "the door of the house is open",
 }
-MERGED = {name: [text for other, found in RECORDS if other == name for text in found] for name in SAID}
+MERGED: dict[str, list[str]] = {name: [] for name in CAPTIONS}
+for record_name, sentences in RECORDS:
+    MERGED[record_name] += sentences
 WORDED = {name: texts for name, texts in MERGED.items() if texts != [""]}
 JOINED = {name: [". ".join(texts)] for name, texts in MERGED.items()}
-OF_RECORDS = {str(number): SAID[name] for number, (name, _) in enumerate(RECORDS)}
-OF_WORDED = {name: SAID[name] for name in WORDED}
+OF_RECORDS = {str(number): CAPTIONS[name] for number, (name, _) in enumerate(RECORDS)}
+OF_WORDED = {name: CAPTIONS[name] for name in WORDED}
 CIDER = 2.717544
 BLEU_4 = 0.659294
 TRAPS = [
@@ -274,7 +278,7 @@ TRAPS = [
         ],
     ),
     (
-        (dict(RECORDS), SAID),
+        (dict(RECORDS), CAPTIONS),
         ("single-change", (1.628600, 0.357535)),
         [Fault("score.references_overwritten", key="references", value=7, expected=10, protocol="single-change")],
     ),
@@ -284,12 +288,12 @@ TRAPS = [
         [Fault("score.references_without_wordless", key="references", value=4, expected=5, wordless=1)],
     ),
     (
-        (JOINED, SAID),
+        (JOINED, CAPTIONS),
         ("single-change", (1.562938, 0.047324)),
         [Fault("score.references_joined", key="references", value=5, expected=10, protocol="single-change")],
     ),
     (
-        (JOINED, SAID),
+        (JOINED, CAPTIONS),
         ("multi-change", (1.562938, 0.047324)),
         [Fault("score.references_not_cut", key="references", value=103, limit=60, protocol="multi-change")],
     ),
@@ -302,7 +306,7 @@ def spot(tmp_path, monkeypatch) -> Path:
     real = DATASETS["spot_the_diff"]
     counts = SplitCount(5, 10, empty=1, wordless=1, records=7)
     published = Published("spot_the_diff", "Spot-the-Diff", SplitCount(0), SplitCount(0), counts)
-    protocols = tuple(replace(one, n=5, metrics=("BLEU", "CIDEr")) for one in real.protocols)
+    protocols = tuple(replace(protocol, n=5, metrics=("BLEU", "CIDEr")) for protocol in real.protocols)
     spec: DatasetSpec = replace(real, published=(published,), protocols=protocols)
     monkeypatch.setitem(DATASETS.data, "spot_the_diff", spec)
     (tmp_path / "spot/annotations").mkdir(parents=True)
@@ -329,7 +333,7 @@ def numbers(report: ScoreReport) -> tuple[float | None, float | None]:
 
 @pytest.mark.parametrize("source", ["data", "references"])
 def test_the_right_protocol_gives_the_right_number(source, run, spot):
-    report = run(SAID, data=spot) if source == "data" else run(SAID, references=MERGED)
+    report = run(CAPTIONS, data=spot) if source == "data" else run(CAPTIONS, references=MERGED)
     assert numbers(report) == pytest.approx((CIDER, BLEU_4), abs=1e-6)
     assert report.pairs == 5
     assert report.published_pairs == 5
@@ -338,21 +342,21 @@ def test_the_right_protocol_gives_the_right_number(source, run, spot):
 
 
 def test_another_protocol_joins_the_sentences_and_cuts_them(run, spot):
-    report = run(SAID, data=spot, protocol="multi-change")
+    report = run(CAPTIONS, data=spot, protocol="multi-change")
     assert numbers(report) == pytest.approx((1.544967, 0.107847), abs=1e-6)
     assert report.references == 5
 
 
 def test_the_report_has_the_published_rows_of_its_protocol(run, spot):
-    multi_change = run(SAID, data=spot, protocol="multi-change").published
-    headline = run(SAID, data=spot).published
+    multi_change = run(CAPTIONS, data=spot, protocol="multi-change").published
+    headline = run(CAPTIONS, data=spot).published
     assert multi_change == [row._asdict() for row in published_rows("spot_the_diff/multi-change")]
     assert len(headline) == len(published_rows("spot_the_diff"))
     assert len(headline) > len(multi_change)
 
 
 def test_ids_in_another_spelling_and_empty_captions_are_noted(run, spot):
-    notes = run(SAID | {"13": " "}, data=spot).notes
+    notes = run(CAPTIONS | {"13": " "}, data=spot).notes
     assert len(notes) == 2
     assert "'11.png'" in notes[0]
     assert "empty" in notes[1]
@@ -366,25 +370,25 @@ def test_equal_references_of_all_pairs_are_noted_beside_their_cider_of_0(run):
 
 
 @pytest.mark.parametrize(
-    ("files", "expected", "wanted_faults"),
+    ("files", "expected", "first_faults"),
     TRAPS,
     ids=["record level", "last record wins", "empties dropped", "joined text", "untruncated multi-change"],
 )
-def test_a_wrong_protocol_is_named_and_gives_its_own_number(run, files, expected, wanted_faults):
+def test_a_wrong_protocol_is_named_and_gives_its_own_number(run, files, expected, first_faults):
     (references, captions) = files
-    (protocol, wanted) = expected
+    (protocol, expected_scores) = expected
     with raises(DataError, "score.faults_not_allowed", dataset="spot_the_diff", protocol=protocol) as refused:
         run(captions, references=references, protocol=protocol)
-    found = refused.value.fields["faults"]
-    assert found[: len(wanted_faults)] == wanted_faults
+    faults = refused.value.fields["faults"]
+    assert faults[: len(first_faults)] == first_faults
     assert "--allow-faults" in str(refused.value)
     report = run(captions, references=references, protocol=protocol, allow_faults=True)
-    assert numbers(report) == pytest.approx(wanted, abs=1e-6)
-    assert abs(wanted[0] - CIDER) > 0.01
-    assert report.faults == [str(fault) for fault in found]
+    assert numbers(report) == pytest.approx(expected_scores, abs=1e-6)
+    assert abs(expected_scores[0] - CIDER) > 0.01
+    assert report.faults == [str(fault) for fault in faults]
 
 
-ROWS_OF_RECORDS = [{"image_id": name, "caption": SAID[name]} for name, _ in RECORDS]
+ROWS_OF_RECORDS = [{"image_id": name, "caption": CAPTIONS[name]} for name, _ in RECORDS]
 
 
 RECORD_LEVEL = Fault("score.level_of_records", value=7)
@@ -428,7 +432,7 @@ def test_captions_without_the_wordless_pairs_can_be_scored_all_the_same(run, spo
 
 def test_references_that_are_not_joined_are_refused(run):
     with raises(DataError, "score.faults_not_allowed") as refused:
-        run(SAID, references=MERGED, protocol="multi-change")
+        run(CAPTIONS, references=MERGED, protocol="multi-change")
     assert refused.value.fields["faults"] == [
         Fault("score.references_not_joined", key="references", value=10, pairs=5, protocol="multi-change")
     ]
@@ -437,7 +441,7 @@ def test_references_that_are_not_joined_are_refused(run):
 def test_fewer_pairs_than_papers_score_are_refused(run, spot, monkeypatch):
     monkeypatch.undo()  # the real benchmark has 1,270 pairs
     with raises(DataError, "score.faults_not_allowed") as refused:
-        run(SAID, data=spot)
+        run(CAPTIONS, data=spot)
     assert refused.value.fields["faults"] == [Fault("score.other_number_of_pairs", value=5, expected=1270)]
 
 
@@ -451,11 +455,11 @@ def test_the_published_scores_of_coco_captions_are_printed(capsys, monkeypatch):
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de")  # a German comma once broke METEOR
     files = [str(next((REAL / "coco_caption").glob(name))) for name in ("*fakecap_results.json", "*val2014.json")]
     assert main(["score", files[0], "--references", files[1], "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {name: round(value, 4) for name, value in told["scores"].items()} == PUBLISHED
-    assert told["pairs"] == 1_000
-    assert told["published_pairs"] is None
-    assert told["faults"] == []
+    report = json.loads(capsys.readouterr().out)
+    assert {name: round(value, 4) for name, value in report["scores"].items()} == PUBLISHED
+    assert report["pairs"] == 1_000
+    assert report["published_pairs"] is None
+    assert report["faults"] == []
 
 
 @pytest.fixture
@@ -463,7 +467,7 @@ def clevr(monkeypatch, tmp_path) -> Path:
     """The folder of CLEVR-Change; benchmarks of a few pairs, scored by what is quick."""
     for name in ("clevr_change", "clevr_dc", "minichange"):
         spec = DATASETS[name]
-        protocols = tuple(replace(one, n=None, metrics=("CIDEr",)) for one in spec.protocols)
+        protocols = tuple(replace(protocol, n=None, metrics=("CIDEr",)) for protocol in spec.protocols)
         published = tuple(replace(part, part=name) for part in spec.published)
         monkeypatch.setitem(DATASETS.data, name, replace(spec, protocols=protocols, published=published))
     return write_clevr(tmp_path / "raw")
@@ -517,8 +521,8 @@ def test_a_benchmark_with_a_grammar_tells_whether_the_change_is_right(clevr, tmp
     captions = dict.fromkeys((*CLEVR, *DISTRACTORS), "nothing changed")
     captions["000001.png"] = "the red cube at the left became green"
     report = score(write(tmp_path / "p.json", captions), "minichange", data=clevr)
-    wanted = {"change_type_accuracy": 0.5, "no_change_recall": 1.0, "false_no_change": 0.5}
-    assert {name: report.scores[name] for name in wanted} == wanted
+    expected_scores = {"change_type_accuracy": 0.5, "no_change_recall": 1.0, "false_no_change": 0.5}
+    assert {name: report.scores[name] for name in expected_scores} == expected_scores
 
 
 IMAGE = {"images": [{"id": 1}, {"id": 2}]}
@@ -627,7 +631,7 @@ def test_an_empty_list_of_references_is_refused_by_name(tmp_path):
 )
 def test_a_call_that_compares_with_nothing_says_what_it_lacks(options, option_names, tmp_path):
     with raises(ParamsError, "score.call_incomplete") as refused:
-        score(write(tmp_path / "p.json", SAID), **options)
+        score(write(tmp_path / "p.json", CAPTIONS), **options)
     fault = (
         Fault("score.options_without_benchmark", names=option_names)
         if option_names
@@ -690,14 +694,14 @@ def a_report(**changes) -> ScoreReport:
          "source": "paper A", "chosen_on_test": "their code" if rank == 3 else None}
         for rank, cider in enumerate((90, 80, 70, 60, 40, 30, 20, 10))
     ]  # fmt: skip
-    known = {
+    fields = {
         "dataset": "spot_the_diff", "protocol": "single-change", "source": "here", "tokenizer": "ptb",
         "headline": "CIDEr", "pairs": 1270, "published_pairs": 1270, "references": 2107,
         "scores": {"CIDEr": 0.474, "METEOR": None, "ROUGE-L": 0.35, "BLEU-4": 0.1},
         "intervals": {"CIDEr": Interval(low=0.42, high=0.53)}, "by_group": {}, "absent": {"METEOR": "it died"},
         "faults": [], "notes": ["one"], "published": published,
     }  # fmt: skip
-    return ScoreReport.model_validate(known | changes)
+    return ScoreReport.model_validate(fields | changes)
 
 
 def test_the_command_hands_its_arguments_on_and_prints_what_was_found(monkeypatch, capsys):

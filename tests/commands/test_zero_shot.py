@@ -367,18 +367,18 @@ def without_servers(store: Path) -> None:
 
 @pytest.mark.parametrize("earlier", ["another server", "an earlier version"])
 def test_captions_of_another_server_are_not_published_as_this_ones(earlier, server, folders, tmp_path):
-    with chat_server("the lamp is gone") as first:
-        run(tmp_path, make_request(first if earlier == "another server" else server))
+    with chat_server("the lamp is gone") as other_server:
+        run(tmp_path, make_request(other_server if earlier == "another server" else server))
     if earlier == "an earlier version":
         without_servers(tmp_path / "scratch/zero_shot.jsonl")
     server.asked.clear()
     with raises(OtherServerError, "endpoint.other_server", answers=6, option=Fault("zero_shot.reuse_option")):
         run(tmp_path, make_request(server))
     assert server.asked == []
-    own = make_request(server).default_folder(tmp_path / "scratch")
-    assert earlier == "an earlier version" or not own.exists()
+    own_folder = make_request(server).default_folder(tmp_path / "scratch")
+    assert earlier == "an earlier version" or not own_folder.exists()
     reused = run(tmp_path, make_request(server, reuse_answers=True))
-    assert reused.folder != own
+    assert reused.folder != own_folder
     assert server.asked == []
     assert predictions(run(tmp_path, make_request(server, reuse_answers=False))) == bench.PREDICTIONS
     assert len(server.asked) == 6

@@ -54,13 +54,13 @@ def test_a_run_of_one_training_has_its_points_by_column(write):
 
 def test_an_alignment_before_the_fine_tuning_is_a_training_of_its_own(write):
     alignment = ["-2,0.3,9.0,,,,,,,,,", "-1,0.6,8.0,,,,,,,,,", "0,1.0,7.0,,,,,,,,,"]
-    first, second = read_phases(write(*alignment, *ROWS))
-    assert first.name == "Alignment"
-    assert first.steps == 3
-    assert first.points("loss") == [Point(1, 9.0), Point(2, 8.0), Point(3, 7.0)]
-    assert second.name == "Fine-tuning"
-    assert second.steps == 3
-    assert second.points("loss")[0] == Point(1, 4.0)
+    alignment_phase, fine_tuning_phase = read_phases(write(*alignment, *ROWS))
+    assert alignment_phase.name == "Alignment"
+    assert alignment_phase.steps == 3
+    assert alignment_phase.points("loss") == [Point(1, 9.0), Point(2, 8.0), Point(3, 7.0)]
+    assert fine_tuning_phase.name == "Fine-tuning"
+    assert fine_tuning_phase.steps == 3
+    assert fine_tuning_phase.points("loss")[0] == Point(1, 4.0)
 
 
 def test_the_loss_has_training_validation_and_each_dataset_on_a_logarithmic_scale(write):
@@ -146,11 +146,11 @@ def test_a_training_of_one_step_is_a_dot(write, value):
     drawn = draw_phase(phase)
     assert drawn.title == "Fine-tuning, 1 step"
     (svg,) = drawn.charts
-    places = {
+    positions = {
         circle.get("cx"): float(circle.get("cy") or "nan") for circle in ElementTree.fromstring(svg).iter("circle")
     }
-    assert len(places) == 2, "the dot and the one of the legend"
-    assert all(0 < y < 400 for y in places.values())
+    assert len(positions) == 2, "the dot and the one of the legend"
+    assert all(0 < y < 400 for y in positions.values())
 
 
 def test_a_file_without_rows_has_no_training(write):

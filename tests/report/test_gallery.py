@@ -31,11 +31,11 @@ RIGHT = [("color", True), ("object", True), ("place", True), ("change", True)]
     ],
 )
 def test_marks_say_which_part_of_each_clause_is_right(pair, clauses, missed, grade):
-    found = make_caption_entry(pair, bench.parse([pair])[pair.id])
-    assert [marks for _, marks in found["clauses"]] == clauses
-    assert " ".join(text for text, _ in found["clauses"]) == pair.prediction.replace(", and ", " ")
-    assert found["missed"] == missed
-    assert found["grade"] == grade
+    entry = make_caption_entry(pair, bench.parse([pair])[pair.id])
+    assert [marks for _, marks in entry["clauses"]] == clauses
+    assert " ".join(text for text, _ in entry["clauses"]) == pair.prediction.replace(", and ", " ")
+    assert entry["missed"] == missed
+    assert entry["grade"] == grade
     assert make_caption_entry(pair, None) == {"clauses": [(pair.prediction, [])], "missed": 0, "grade": None}
 
 

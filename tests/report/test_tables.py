@@ -13,8 +13,8 @@ def test_a_score_is_shown_times_100_with_its_interval_and_a_difference_with_its_
     shown = make_cell
     cells = [shown(0.4567, Interval(low=0.4, high=0.5049)), shown(None, Interval(low=0, high=1))]
     cells.append(shown(0.0123, Interval(low=-0.004, high=0.03), is_difference=True))
-    wanted = [("45.7", "40.0–50.5"), ("–", ""), ("+1.2", "-0.4 to +3.0")]
-    assert [(cell.text, cell.bounds) for cell in cells] == wanted
+    texts = [("45.7", "40.0–50.5"), ("–", ""), ("+1.2", "-0.4 to +3.0")]
+    assert [(cell.text, cell.bounds) for cell in cells] == texts
     assert [shown(value, is_difference=True).text for value in (-0.1, 0.0, -0.0001)] == ["-10.0", "0.0", "0.0"]
 
 

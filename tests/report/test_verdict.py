@@ -43,17 +43,17 @@ def scored(value: float | None, name: str = "CIDEr") -> ProtocolScores:
     return ProtocolScores(pairs=3, published_pairs=None, scores={name: value}, intervals={}, groups={}, absent={})
 
 
-def verdict(cider: float | None, captions: list[str] = NOISE, **more: Any) -> LearningVerdict | None:
-    return judge_learning([protocol(captions)], {"toy/test": scored(cider)}, **more)
+def verdict(cider: float | None, captions: list[str] = NOISE, **options: Any) -> LearningVerdict | None:
+    return judge_learning([protocol(captions)], {"toy/test": scored(cider)}, **options)
 
 
 @pytest.mark.parametrize("cider", [0.0, 0.004, 0.0099])
 def test_a_model_whose_captions_share_nothing_with_the_references_gets_a_sentence(cider):
-    given = verdict(cider)
-    assert given is not None
-    assert "has not learned to describe changes yet" in given.sentence
-    assert f"CIDEr is {100 * cider:.1f}" in given.sentence
-    assert given.advice
+    learning_verdict = verdict(cider)
+    assert learning_verdict is not None
+    assert "has not learned to describe changes yet" in learning_verdict.sentence
+    assert f"CIDEr is {100 * cider:.1f}" in learning_verdict.sentence
+    assert learning_verdict.advice
 
 
 @pytest.mark.parametrize("cider", [0.01, 1.2, None])
@@ -82,13 +82,13 @@ def replace_scores(values: dict[str, float | None]) -> ProtocolScores:
 
 
 def test_a_model_that_says_the_same_of_every_pair_is_quoted():
-    given = verdict(0.0, ["a a a"] * 3)
-    assert given is not None
-    assert "“a a a”" in given.sentence
+    learning_verdict = verdict(0.0, ["a a a"] * 3)
+    assert learning_verdict is not None
+    assert "“a a a”" in learning_verdict.sentence
 
 
-def training(steps: int, first: float, last: float) -> Phase:
-    losses = [Point(step, first if step <= steps // 2 else last) for step in range(1, steps + 1)]
+def training(steps: int, first_loss: float, last_loss: float) -> Phase:
+    losses = [Point(step, first_loss if step <= steps // 2 else last_loss) for step in range(1, steps + 1)]
     return Phase(name="Fine-tuning", steps=steps, columns={"loss": losses})
 
 
@@ -103,20 +103,20 @@ def training(steps: int, first: float, last: float) -> Phase:
     ids=["few steps", "fell", "did not fall", "one step"],
 )
 def test_the_advice_follows_from_the_course_of_the_training(phase, says, does_not_say):
-    given = verdict(0.0, training=phase)
-    assert given is not None
-    text = " ".join(given.advice)
+    learning_verdict = verdict(0.0, training=phase)
+    assert learning_verdict is not None
+    text = " ".join(learning_verdict.advice)
     assert [words for words in says if words not in text] == []
     assert [words for words in does_not_say if words in text] == []
 
 
 def test_the_base_of_the_project_is_named_as_one_that_knows_drawn_scenes_alone():
-    given = verdict(0.0, base="data/00_base")
-    other = verdict(0.0, base="models/llava-onevision")
-    assert given is not None
-    assert other is not None
-    assert "photographs" in " ".join(given.advice)
-    assert "photographs" not in " ".join(other.advice)
+    embedded_verdict = verdict(0.0, base="data/00_base")
+    other_verdict = verdict(0.0, base="models/llava-onevision")
+    assert embedded_verdict is not None
+    assert other_verdict is not None
+    assert "photographs" in " ".join(embedded_verdict.advice)
+    assert "photographs" not in " ".join(other_verdict.advice)
 
 
 # Where the captions come from
@@ -159,7 +159,7 @@ def write_report(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def made(folder: Path) -> str:
+def creation_note(folder: Path) -> str:
     """The sentence of made.js beside a page of the folder."""
     (folder / "report.html").write_text('<div id="made" data-key="0123456789abcdef" hidden></div>')
     write_creation_note(folder)
@@ -182,7 +182,7 @@ def test_the_head_names_model_base_training_parameters_and_rates(project):
 
 
 def test_the_file_beside_the_page_names_the_commit_and_when_the_page_was_drawn(project):
-    code, _, drawn = made(project).partition("; page created on ")
+    code, _, drawn = creation_note(project).partition("; page created on ")
     assert code == f"last changed in commit {git('rev-parse', 'HEAD')[:8]} of 5 March 2026"
     assert re.fullmatch(r"\d+ \w+ 20\d\d, \d\d:\d\d UTC", drawn)
 
@@ -206,18 +206,18 @@ def test_the_head_has_the_warnings_of_the_training(project, warnings):
 
 
 def test_a_commit_of_documents_or_of_the_lock_does_not_change_the_code_of_the_page(project):
-    before = code_of(made(project))
+    before = code_of(creation_note(project))
     (project / "dvc.lock").write_text("stages: {}\n")
     (project / "README.md").write_text("words\n")
     commit("the lock", "2026-04-01T00:00:00+00:00")
-    assert code_of(made(project)) == before
+    assert code_of(creation_note(project)) == before
 
 
 def test_changed_parameters_that_are_not_committed_are_named(project):
     (project / "params.yaml").write_text("a: 2\n")
-    assert code_of(made(project)).endswith(", with changes that were not committed")
+    assert code_of(creation_note(project)).endswith(", with changes that were not committed")
     commit("the second", "2026-04-01T00:00:00+00:00")
-    assert code_of(made(project)).endswith("of 1 April 2026")
+    assert code_of(creation_note(project)).endswith("of 1 April 2026")
 
 
 def test_without_git_or_training_the_head_says_what_is_known(tmp_path, monkeypatch):
@@ -225,7 +225,7 @@ def test_without_git_or_training_the_head_says_what_is_known(tmp_path, monkeypat
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert read_origin(tmp_path).facts == {}
     assert read_origin(tmp_path).curves is None
-    assert made(tmp_path).startswith("page created on ")
+    assert creation_note(tmp_path).startswith("page created on ")
 
 
 def test_a_damaged_report_of_the_training_is_named(project):

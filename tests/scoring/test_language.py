@@ -4,7 +4,7 @@ import pytest
 
 from m3diff.scoring.language import is_foreign, note_foreign_references
 
-OTHER = {
+FOREIGN = {
     "German": "Der rote Becher ist weg",
     "French": "la tasse rouge a disparu du bureau",
     "Spanish": "El coche rojo ya no aparece",
@@ -23,7 +23,7 @@ ENGLISH = {
 }
 
 
-@pytest.mark.parametrize("text", OTHER.values(), ids=OTHER)
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
 def test_a_caption_of_another_language_is_noticed(text):
     assert is_foreign(text)
 

@@ -31,10 +31,10 @@ def kept_index(folder: Path) -> Path:
 def test_the_second_read_takes_the_kept_index(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = read_paraphrases(table)
     monkeypatch.setattr(paraphrases, "index_table", lambda text: pytest.fail("indexed again"))
-    kept = read_paraphrases(table)
+    stored_table = read_paraphrases(table)
     for name in ("starts", "keys", "odd"):
-        assert np.array_equal(getattr(kept, name), getattr(computed, name)), name
-    assert matching_paraphrases(kept, ITEMS) == matching_paraphrases(computed, ITEMS) == ENTRIES.encode()
+        assert np.array_equal(getattr(stored_table, name), getattr(computed, name)), name
+    assert matching_paraphrases(stored_table, ITEMS) == matching_paraphrases(computed, ITEMS) == ENTRIES.encode()
 
 
 def set_byte(content: bytes, position: int, value: int) -> bytes:

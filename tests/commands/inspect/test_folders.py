@@ -67,7 +67,7 @@ READ = [
     numbered("llava", ("like pairs", "conversations, id: null}", "split: train")),
 ]
 
-ASKED = [
+FOLDERS_WITH_QUESTIONS = [
     FolderCase(
         "folders_that_tell_nothing",
         ("before: 'cam_l/{name}.png'", "before: 'cam_r/{name}.png'"),
@@ -229,7 +229,7 @@ def test_the_printed_entry_reads_the_folder_as_it_was_checked(tmp_path, case):
     assert_ingested(root, entry["options"])
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", FOLDERS_WITH_QUESTIONS, ids=str)
 def test_a_folder_that_is_not_clear_is_asked_about(tmp_path, case):
     root = case.write(tmp_path / "raw")
     is_sound, output = check_folder(root)
@@ -238,7 +238,7 @@ def test_a_folder_that_is_not_clear_is_asked_about(tmp_path, case):
     assert not is_sound
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", FOLDERS_WITH_QUESTIONS, ids=str)
 def test_each_printed_answer_reads_the_folder_or_leads_to_a_further_question(tmp_path, case):
     root = case.write(tmp_path / "raw")
     _, output = check_folder(root)
