@@ -46,8 +46,8 @@ class ScoreComparison(NamedTuple):
     interval: interval of the difference first minus second. None if there are too few pairs.
     """
 
-    first: float
-    second: float
+    first_score: float
+    second_score: float
     interval: Interval | None
 
 

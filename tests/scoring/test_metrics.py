@@ -473,12 +473,12 @@ def test_the_gain_of_two_models_is_that_of_the_same_pairs_in_any_order():
     better = table(score=(hard + 1).tolist())
     worse = table(score=hard.tolist()).take(rng.permutation(500))
     comparison = compare(better, worse, P, MEAN)
-    assert comparison.first == pytest.approx(hard.mean() + 1)
-    assert comparison.second == pytest.approx(hard.mean())
+    assert comparison.first_score == pytest.approx(hard.mean() + 1)
+    assert comparison.second_score == pytest.approx(hard.mean())
     assert comparison.interval.low == 1.0
     assert comparison.interval.high == 1.0
     comparison = compare(worse, better, P, MEAN)
-    assert comparison.first - comparison.second == pytest.approx(-1)
+    assert comparison.first_score - comparison.second_score == pytest.approx(-1)
     assert comparison.interval.low == -1.0
     wholes = rng.integers(1, 9, 300)  # a score that is no mean is compared by its sums
     parts = [rng.binomial(wholes, share) for share in (0.7, 0.5)]

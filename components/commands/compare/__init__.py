@@ -193,10 +193,10 @@ def make_difference_table(
         # `bootstrap.compare` returns its first table minus its second, so the runs are swapped
         comparison = bootstrap.compare(second_run.table, first_run.table, protocol, score)
         if comparison is not None:
-            gain = comparison.first - comparison.second
+            gain = comparison.first_score - comparison.second_score
             cells = (
-                make_cell(comparison.second),
-                make_cell(comparison.first),
+                make_cell(comparison.second_score),
+                make_cell(comparison.first_score),
                 make_cell(gain, comparison.interval, is_difference=True),
             )
             rows.append(TableRow(name, (), cells))
