@@ -29,7 +29,7 @@ from m3diff.report.score_tables import (
 )
 from m3diff.report.tables import file_name_of_protocol
 from m3diff.report.templates import load_templates
-from m3diff.report.verdict import judge_learning
+from m3diff.report.verdict import judge_learning_by_scores
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import ParsedCaption, change_type_order
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
@@ -115,10 +115,10 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
         report=evidence.report,
         origin=origin,
         trainings=[draw_phase(training) for training in trainings],
-        verdict=judge_learning(headline_protocols, scores, last_training, origin.base),
+        verdict=judge_learning_by_scores(headline_protocols, scores, last_training, origin.base),
         headline_table=headline_table(evidence.report, [protocol.name for protocol in headline_protocols]),
         datasets=list(dict.fromkeys(protocol.dataset for protocol in evidence.protocols)),
-        first=scores[main_protocol.name],
+        main_scores=scores[main_protocol.name],
         columns=columns.headline_scores,
         percentage_titles=percentage_titles(),
         overview=overview_table(scores, columns.headline_scores, descriptions, evidence.notes),

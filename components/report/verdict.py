@@ -25,7 +25,7 @@ class LearningVerdict(NamedTuple):
     advice: list[str]
 
 
-def judge_learning(
+def judge_learning_by_scores(
     protocols: Sequence[ProtocolPairs],
     scores: Mapping[str, ProtocolScores],
     training: Phase | None = None,

@@ -12,7 +12,7 @@ from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.report.curves import Phase, Point
 from m3diff.report.origin import read_origin, write_creation_note
-from m3diff.report.verdict import LearningVerdict, judge_learning
+from m3diff.report.verdict import LearningVerdict, judge_learning_by_scores
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.results import ProtocolScores
@@ -44,7 +44,7 @@ def scored(value: float | None, name: str = "CIDEr") -> ProtocolScores:
 
 
 def verdict(cider: float | None, captions: list[str] = NOISE, **options: Any) -> LearningVerdict | None:
-    return judge_learning([protocol(captions)], {"toy/test": scored(cider)}, **options)
+    return judge_learning_by_scores([protocol(captions)], {"toy/test": scored(cider)}, **options)
 
 
 @pytest.mark.parametrize("cider", [0.0, 0.004, 0.0099])
@@ -68,13 +68,13 @@ def test_captions_that_are_references_word_for_word_are_learned_though_cider_is_
 
 def test_one_test_set_that_went_well_is_enough_for_no_verdict():
     protocols = [protocol(NOISE), protocol(NOISE, "other")]
-    assert judge_learning(protocols, {"toy/test": scored(0.0), "other/test": scored(0.8)}) is None
-    assert judge_learning(protocols, {"toy/test": scored(0.0), "other/test": scored(0.0)}) is not None
+    assert judge_learning_by_scores(protocols, {"toy/test": scored(0.0), "other/test": scored(0.8)}) is None
+    assert judge_learning_by_scores(protocols, {"toy/test": scored(0.0), "other/test": scored(0.0)}) is not None
 
 
 def test_scores_of_characters_count_where_words_have_none():
     scores = {"toy/test": replace_scores({"CIDEr": None, "CIDEr-char": 0.0})}
-    assert judge_learning([protocol(NOISE)], scores) is not None
+    assert judge_learning_by_scores([protocol(NOISE)], scores) is not None
 
 
 def replace_scores(values: dict[str, float | None]) -> ProtocolScores:

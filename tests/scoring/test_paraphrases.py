@@ -17,7 +17,7 @@ ITEMS = [("a crimson block shifted", ("the red cube moved",))]
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(paraphrases, "MIN_KEPT_ENTRIES", 1)
+    monkeypatch.setattr(paraphrases, "MIN_STORED_ENTRIES", 1)
     file = tmp_path / "paraphrase-en.gz"
     file.write_bytes(gzip.compress(ENTRIES.encode()))
     return file
@@ -79,7 +79,7 @@ def test_an_index_of_a_longer_text_is_not_taken(table: Path, tmp_path: Path) -> 
 
 
 def test_a_small_table_is_not_kept(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paraphrases, "MIN_KEPT_ENTRIES", 4)
+    monkeypatch.setattr(paraphrases, "MIN_STORED_ENTRIES", 4)
     read_paraphrases(table)
     assert not (tmp_path / "cache").exists()
 

@@ -17,7 +17,7 @@ from m3diff.scoring import bootstrap, run
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import HEADLINE_SCORES, METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
-from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
+from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample_pairs
 from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.results import EvaluateReport, headline_scores, score_table
@@ -315,9 +315,9 @@ def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_if_not_chosen(
 
 def test_a_sample_is_the_same_whatever_stands_beside_it_and_keeps_its_order():
     pairs = bench.pairs()
-    some = sample(pairs, 3)
+    some = sample_pairs(pairs, 3)
     assert len(some) == 3
-    assert sample(pairs[::-1], 3) == some[::-1]
+    assert sample_pairs(pairs[::-1], 3) == some[::-1]
     assert [pair for pair in pairs if pair in some] == some
-    assert {pair.id for pair in sample(pairs, 2)} < {pair.id for pair in some}
-    assert sample(pairs, 10) == pairs
+    assert {pair.id for pair in sample_pairs(pairs, 2)} < {pair.id for pair in some}
+    assert sample_pairs(pairs, 10) == pairs
