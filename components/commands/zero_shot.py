@@ -215,8 +215,8 @@ def ask_endpoint(
     The destination of the images is printed before the first one is sent.
     """
     print(
-        f"zero-shot: {len(pairs):,} test pairs: both images and the question of each that is not answered yet go to "
-        f"{request.url}, model {request.model!r}",
+        f"zero-shot: {len(pairs):,} test pairs: the images and the question of each pair without a stored answer are "
+        f"sent to {request.url}, model {request.model!r}",
         flush=True,
     )
     endpoint = Endpoint(

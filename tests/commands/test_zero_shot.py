@@ -83,7 +83,7 @@ def test_where_the_images_go_is_printed_before_the_first_is_sent(server, folders
 
     monkeypatch.setattr(client.Endpoint, "ask", ask_after_reading_output)
     run(tmp_path, make_request(server))
-    assert f"go to {server.url}, model 'a/model'\n" in printed[0]
+    assert f"sent to {server.url}, model 'a/model'\n" in printed[0]
 
 
 def test_both_images_go_in_one_message_with_the_pair_s_own_question(server, folders, tmp_path):
