@@ -90,19 +90,19 @@ def test_a_row_without_an_id_or_a_caption_is_named_with_its_place(name, content,
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "location"),
+    ("name", "content", "code", "location"),
     [
-        ("a.json", "", "a.json"),
-        ("a.json", '[{"image_id": 1, "caption": "x"', "a.json"),
-        ("a.json", '{"1": "x", "1": "z"}', "a.json"),
-        ("a.csv", "image_id,caption\n1,a,b\n", "a.csv, line 2"),
+        ("a.json", "", "datasets.empty_file", "a.json"),
+        ("a.json", '[{"image_id": 1, "caption": "x"', "datasets.invalid_json", "a.json"),
+        ("a.json", '{"1": "x", "1": "z"}', "datasets.repeated_json_key", "a.json"),
+        ("a.csv", "image_id,caption\n1,a,b\n", "datasets.wrong_number_of_fields", "a.csv, line 2"),
     ],
     ids=["an empty file", "truncated", "an id twice", "a field too many"],
 )
-def test_a_file_that_cannot_be_parsed_is_named_with_the_place(name, content, location, tmp_path):
-    with pytest.raises(DataError) as refused:
+def test_a_file_that_cannot_be_parsed_is_named_with_the_place(name, content, code, location, tmp_path):
+    with raises(DataError, code) as refused:
         read_predictions(write(tmp_path / name, content))
-    assert str(refused.value).startswith(str(tmp_path / location))
+    assert str(refused.value.fields["path"]) == str(tmp_path / location)
 
 
 def test_a_file_without_rows_holds_no_caption(tmp_path):
@@ -381,7 +381,6 @@ def test_a_wrong_protocol_is_named_and_gives_its_own_number(run, files, expected
         run(captions, references=references, protocol=protocol)
     faults = refused.value.fields["faults"]
     assert faults[: len(first_faults)] == first_faults
-    assert "--allow-faults" in str(refused.value)
     report = run(captions, references=references, protocol=protocol, allow_faults=True)
     assert numbers(report) == pytest.approx(expected_scores, abs=1e-6)
     assert abs(expected_scores[0] - CIDER) > 0.01
@@ -613,9 +612,8 @@ def test_references_by_id_that_are_no_captions_are_refused(captions, tmp_path):
 
 def test_an_empty_list_of_references_is_refused_by_name(tmp_path):
     file = write(tmp_path / "r.json", [])
-    with pytest.raises(DataError) as refused:
+    with raises(DataError, "datasets.other_json", path=file):
         score_nothing(references=file)
-    assert str(refused.value).startswith(str(file))
 
 
 @pytest.mark.parametrize(
@@ -773,7 +771,7 @@ def test_a_file_of_nothing_but_uncaptioned_pairs_gives_the_first_reason(tmp_path
     with raises(DataError, "score.no_pair_captioned", path=file) as refused:
         read_predictions(file)
     assert refused.value.fields["cause"].fields["name"] == "017"
-    assert UNCAPTIONED["error"] in str(refused.value)
+    assert refused.value.fields["cause"].fields["cause"] == UNCAPTIONED["error"]
 
 
 @pytest.mark.parametrize(
@@ -866,13 +864,13 @@ def test_a_table_with_ids_takes_predictions_by_id_too(tmp_path):
 def test_a_table_that_holds_no_references_says_what_is_missing(table, code, fields, tmp_path):
     with raises(DataError, code, **fields) as refused:
         find_references(task("own"), write(tmp_path / "paare.csv", table), None)
-    assert "paare.csv" in str(refused.value)
+    assert "paare.csv" in str(refused.value.fields["path"])
 
 
 def test_a_row_of_references_with_a_field_too_many_is_named(tmp_path):
-    with pytest.raises(DataError) as refused:
+    path = str(tmp_path / "paare.csv, line 2")
+    with raises(DataError, "datasets.wrong_number_of_fields", path=path):
         find_references(task("own"), write(tmp_path / "paare.csv", "id,captions\n1,a,b\n"), None)
-    assert "paare.csv, line 2" in str(refused.value)
 
 
 def test_the_column_that_was_taken_for_captions_is_noted(tmp_path):

@@ -108,7 +108,8 @@ def test_a_run_of_fewer_pairs_is_never_the_best():
 def test_rows_whose_epoch_was_chosen_on_the_test_split_are_marked():
     table = published("spot_the_diff", scores(CIDEr=0.3))
     assert [row.name for row in table.rows if row.marks == ("†",)] == ["CLIP4IDC"]
-    assert table.notes[0].startswith("† Epoch chosen on the test split. CLIP4IDC: ")
+    assert table.notes[0].startswith("† ")
+    assert "CLIP4IDC: " in table.notes[0]
 
 
 def test_without_marked_rows_there_is_no_note_on_chosen_epochs():

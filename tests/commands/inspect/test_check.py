@@ -303,7 +303,7 @@ def test_counts_of_a_complete_release_do_not_differ(tmp_path, monkeypatch):
     lines, _ = check(root, {})
     assert "  train         2           3                     2           3" in lines
     assert "  test          1           1                     1           ?" in lines
-    assert not any(line.endswith("  differs") or line.startswith("  not the release") for line in lines)
+    assert not any(line.endswith("  differs") or line.startswith("  not the published") for line in lines)
 
 
 def test_a_count_of_references_that_differs_is_marked(tmp_path, monkeypatch):
