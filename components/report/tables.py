@@ -145,7 +145,7 @@ def format_lines(table: Table) -> list[str]:
     return align_columns(lines)
 
 
-def as_csv(table: Table) -> str:
+def format_csv(table: Table) -> str:
     """Format a table as CSV. Scores have two decimals, and bounds of intervals and marks have separate columns."""
     rows = []
     for row in table.rows:
@@ -164,7 +164,7 @@ def as_csv(table: Table) -> str:
     return text.getvalue()
 
 
-def as_latex(table: Table) -> str:
+def format_latex(table: Table) -> str:
     """Format a table as a LaTeX tabular for booktabs. Best values are bold, and small intervals follow the scores."""
     alignment = "l" * (1 + table.label_count) + "r" * len(table.score_columns)
     rows = [latex_row(row) for row in table.rows]

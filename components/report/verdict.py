@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from m3diff.report.curves import Phase, first_and_last_loss, format_steps
-from m3diff.scoring.grammar import normalise
+from m3diff.scoring.grammar import normalise_caption
 from m3diff.scoring.metrics import BY_CHARACTERS
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.results import ProtocolScores
@@ -72,8 +72,8 @@ def share_of_exact_captions(protocols: Sequence[ProtocolPairs]) -> float:
     for protocol in protocols:
         for pair in protocol.pairs:
             pairs += 1
-            references = [normalise(reference) for reference in pair.references]
-            exact_captions += normalise(pair.prediction) in references
+            references = [normalise_caption(reference) for reference in pair.references]
+            exact_captions += normalise_caption(pair.prediction) in references
     return exact_captions / pairs if pairs else 0.0
 
 

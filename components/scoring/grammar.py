@@ -99,11 +99,13 @@ class Grammar:
                 describes.
         """
         self.separator = re.compile(re.escape(rules["clause_separator"]), re.IGNORECASE)
-        self.no_change_sentences = {normalise(sentence) for sentence in rules["no_change"]}
+        self.no_change_sentences = {normalise_caption(sentence) for sentence in rules["no_change"]}
         self.patterns = [(rule["type"], re.compile(rule["pattern"], re.IGNORECASE)) for rule in rules["clauses"]]
         self.inverse_rules: dict[str, InverseRule] = {}
         for change_type, rule in rules.get("inverse", {}).items():
-            words = {normalise(word): normalise(inverse) for word, inverse in rule.get("words", {}).items()}
+            words = {
+                normalise_caption(word): normalise_caption(inverse) for word, inverse in rule.get("words", {}).items()
+            }
             self.inverse_rules[change_type] = InverseRule(rule["type"], words)
 
     @classmethod
@@ -118,9 +120,9 @@ class Grammar:
 
     def parse_clauses(self, caption: str) -> list[Clause]:
         """Parse a caption and return its clauses in order. The list is empty if it says that nothing changed."""
-        if normalise(caption) in self.no_change_sentences:
+        if normalise_caption(caption) in self.no_change_sentences:
             return []
-        return [self._parse_clause(normalise(text)) for text in self.split_clauses(caption)]
+        return [self._parse_clause(normalise_caption(text)) for text in self.split_clauses(caption)]
 
     def split_clauses(self, caption: str) -> list[str]:
         """Split a caption into the texts of its clauses."""
@@ -164,7 +166,7 @@ class Grammar:
         return Clause(type=rule.type, object=object_name, place=clause.place, before=after, after=before)
 
 
-def normalise(caption: str) -> str:
+def normalise_caption(caption: str) -> str:
     """Return a caption in lowercase, with single spaces and without spaces or full stops at its ends."""
     return " ".join(caption.split()).strip(" .").casefold()
 
@@ -323,7 +325,7 @@ def parse_predictions(grammars: Mapping[str, Grammar], pairs: Iterable[EvalPair]
         if pair.dataset not in grammars or not pair.change_types:
             continue
         grammar = grammars[pair.dataset]
-        references = [grammar.parse_clauses(reference) for reference in pair.references if normalise(reference)]
+        references = [grammar.parse_clauses(reference) for reference in pair.references if normalise_caption(reference)]
         readable_references = [clauses for clauses in references if is_readable(clauses)]
         if readable_references:
             parsed[pair.id] = ParsedCaption(

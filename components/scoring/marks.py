@@ -140,7 +140,7 @@ SUSPECT = (
 )
 
 
-def normalise(caption: str) -> str:
+def normalise_whitespace(caption: str) -> str:
     """Return a caption with straight apostrophes and a single space or line feed for each run of whitespace.
 
     The patterns of marks are slow on long runs of whitespace.
@@ -152,7 +152,7 @@ def normalise(caption: str) -> str:
 
 def find_mark(caption: str) -> str | None:
     """Return the first kind of `DATA_MARKS` that occurs in a dataset's caption, or None if no kind occurs."""
-    normal_caption = normalise(caption)
+    normal_caption = normalise_whitespace(caption)
     for kind, pattern in DATA_PATTERNS.items():
         if pattern.search(caption if kind in EXACT_KINDS else normal_caption):
             return kind
@@ -199,7 +199,7 @@ def note_marks(captions: Iterable[str], subject: str = "captions", without: Coll
         subject: word for the captions in the notes.
         without: kinds to ignore, because they are normal in these captions.
     """
-    caption_counts = Counter(map(normalise, captions))
+    caption_counts = Counter(map(normalise_whitespace, captions))
     notes = []
     for kind, pattern in PATTERNS.items():
         if kind in without:

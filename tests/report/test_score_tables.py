@@ -17,7 +17,7 @@ from m3diff.report.score_tables import (
     published_table,
     type_table,
 )
-from m3diff.report.tables import PARTIAL_MARK, Table, as_latex
+from m3diff.report.tables import PARTIAL_MARK, Table, format_latex
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, headline_scores_by_metric
 from m3diff.scoring.published import published_rows
@@ -129,7 +129,7 @@ def test_pairs_without_a_change_are_marked_where_their_cider_is_0_and_nowhere_el
     assert [row.marks for row in table.rows] == [("‡",), (), ()]
     assert [note[0] for note in table.notes] == ["‡"]
     assert [row.marks for row in group_table("b/mixed", protocols["b/mixed"], ["CIDEr"]).rows] == [(), ("‡",)]
-    assert r"a/calm$^\ddagger$" in as_latex(table)
+    assert r"a/calm$^\ddagger$" in format_latex(table)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from m3diff.report.tables import Cell, Table, TableRow, as_csv, as_latex, make_cell, mark_best
+from m3diff.report.tables import Cell, Table, TableRow, format_csv, format_latex, make_cell, mark_best
 from m3diff.scoring.bootstrap import Interval
 
 
@@ -52,7 +52,7 @@ TABLE = Table(
 
 
 def test_latex_marks_the_best():
-    assert as_latex(TABLE).splitlines() == [
+    assert format_latex(TABLE).splitlines() == [
         r"\begin{tabular}{llrr}",
         r"\toprule",
         r"Method & venue & CIDEr & BLEU-4 \\",
@@ -66,12 +66,12 @@ def test_latex_marks_the_best():
 
 
 def test_latex_escapes_special_characters():
-    escaped = as_latex(Table("x", ("a",), [TableRow("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
+    escaped = format_latex(Table("x", ("a",), [TableRow("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
     assert escaped == r"a\textbackslash{}b \{x\} a\textasciitilde{}b\textasciicircum{}c \#\$ \\"
 
 
 def test_csv_has_the_bounds_in_columns():
-    assert list(csv.reader(io.StringIO(as_csv(TABLE)))) == [
+    assert list(csv.reader(io.StringIO(format_csv(TABLE)))) == [
         ["Method", "venue", "marks", "CIDEr", "CIDEr low", "CIDEr high", "BLEU-4"],
         ["A_b & 50%", "ICCV'23", "†", "51.26", "49.00", "53.30", ""],
         ["this run", "", "*", "40.00", "", "", "3.00"],

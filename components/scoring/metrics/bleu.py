@@ -37,7 +37,7 @@ class BleuStatistics:
 
     @classmethod
     def from_row(cls, row: list[int]) -> "BleuStatistics":
-        """Create the statistics from a row of `statistics` or a sum of rows."""
+        """Create the statistics from a row of `count_statistics` or a sum of rows."""
         return cls(
             matches=row[:ORDERS],
             totals=row[ORDERS : 2 * ORDERS],
@@ -49,7 +49,7 @@ class BleuStatistics:
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """Score each group as a corpus, because BLEU is not a mean over pairs. For a single pair, store only BLEU-4."""
     shared = tools.tokens.shared
-    rows = statistics(shared)
+    rows = count_statistics(shared)
 
     def score_corpus(pair_ids: list[str]) -> dict[str, float]:
         sums = rows[shared.pair_numbers(pair_ids)].sum(axis=0)
@@ -63,7 +63,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     return MetricScores(score_each_group(groups, score_corpus), pair_scores)
 
 
-def statistics(shared: SharedNgrams) -> np.ndarray:
+def count_statistics(shared: SharedNgrams) -> np.ndarray:
     """Return the statistics of each pair as integers [pairs, 10], in the order of `BleuStatistics`."""
     ngrams = shared.ngrams
     pairs = len(shared.predictions)
@@ -101,7 +101,7 @@ def bleu(sums: BleuStatistics) -> list[float]:
     return scores
 
 
-def resampled(order: int) -> Resampled:
+def resampled_bleu(order: int) -> Resampled:
     """Return how to compute a BLEU score from summed statistics, for many sets of pairs at once.
 
     Args:
@@ -126,6 +126,6 @@ METRIC = Metric(
     headline="BLEU-4",
     scores=SCORES,
     columns={"BLEU-4": "double", STATISTICS: "list<double>"},
-    resampled={name: resampled(order) for order, name in enumerate(SCORES)},
+    resampled={name: resampled_bleu(order) for order, name in enumerate(SCORES)},
     reads="tokens",
 )

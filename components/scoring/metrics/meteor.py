@@ -217,15 +217,15 @@ def meteor(sums: np.ndarray) -> np.ndarray:
     matches = sums[..., 4:20].reshape(*sums.shape[:-1], 4, 4)  # [matcher, content and function words of each side]
     chunks, matched, reference_matched = (sums[..., i] for i in range(20, 23))
     with np.errstate(divide="ignore", invalid="ignore"):
-        precision = weighted(matches[..., 0], matches[..., 2]) / weighted_length(words, functions)
-        recall = weighted(matches[..., 1], matches[..., 3]) / weighted_length(reference_words, reference_functions)
+        precision = weigh_matches(matches[..., 0], matches[..., 2]) / weighted_length(words, functions)
+        recall = weigh_matches(matches[..., 1], matches[..., 3]) / weighted_length(reference_words, reference_functions)
         mean = 1.0 / ((1.0 - ALPHA) / precision + ALPHA / recall)
         fragmentation = chunks / ((matched + reference_matched) / 2)
         score = mean * (1.0 - GAMMA * fragmentation**BETA)
     return np.where(np.isnan(score), 0.0, np.maximum(score, 0.0))
 
 
-def weighted(content: np.ndarray, function: np.ndarray) -> np.ndarray:
+def weigh_matches(content: np.ndarray, function: np.ndarray) -> np.ndarray:
     """Return the weighted sum of content and function word matches in METEOR's order, [..., matcher] -> [...]."""
     total = np.zeros(content.shape[:-1])
     for matches, kind_weight in ((content, DELTA), (function, 1.0 - DELTA)):
