@@ -57,7 +57,7 @@ def read_predictions(path: Path) -> Predictions:
         if isinstance(row, DataError):
             raise DataError(row.fault.at(path=where))
         if not captions and path.suffix.lower() in DELIMITERS:
-            fields = prediction_columns(path, list(row), delimiter)
+            fields = find_prediction_columns(path, list(row), delimiter)
         pair_id = read_text(where, row, fields.ids).strip()
         if is_uncaptioned(row, fields.captions):
             faults.append(Fault("score.pair_not_captioned", path=where, name=pair_id, cause=row["error"]))
@@ -96,7 +96,7 @@ def describe_columns(columns: Iterable[str], delimiter: str | None) -> Fault:
     return Fault("score.columns_at_delimiter", names=list(columns), delimiter=delimiter)
 
 
-def prediction_columns(path: Path, header: Sequence[str], delimiter: str | None) -> PredictionFields:
+def find_prediction_columns(path: Path, header: Sequence[str], delimiter: str | None) -> PredictionFields:
     """Find the columns of ids and captions in a table of predictions. For example, `Image ID` matches image_id.
 
     Args:

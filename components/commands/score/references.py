@@ -206,7 +206,7 @@ class ReferenceColumns:
     notes: Sequence[str] = ()
 
 
-def reference_columns(path: Path) -> ReferenceColumns:
+def find_reference_columns(path: Path) -> ReferenceColumns:
     """Find the columns of a table of pairs by their names, ignoring case and punctuation.
 
     Raises:
@@ -225,7 +225,7 @@ def reference_columns(path: Path) -> ReferenceColumns:
             possible_image_columns |= set(columns_in(name))
     columns = [name for name in header if name not in possible_image_columns]
     ids = next(iter(find_columns(columns, ID_FIELDS)), None)
-    captions = caption_columns(columns)
+    captions = find_caption_columns(columns)
     split_values = {name: values[name] for name in columns if name in values and name not in {ids, *captions}}
     split = choose_split_column(path, sample.options, split_values, {})
     notes = []
@@ -250,7 +250,7 @@ def reference_columns(path: Path) -> ReferenceColumns:
     return ReferenceColumns(images=images, ids=ids, captions=captions, split=split, notes=notes)
 
 
-def caption_columns(columns: Iterable[str]) -> list[str]:
+def find_caption_columns(columns: Iterable[str]) -> list[str]:
     """Return the columns with the most likely name for captions.
 
     Numbers in names are ignored: caption_1 and caption_2 both hold captions of the same pair.
@@ -310,11 +310,11 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
     its id or by the names that `m3diff caption` assigns to it.
 
     Raises:
-        DataError: the columns cannot be found (see `reference_columns`), the table has several splits but no test
+        DataError: the columns cannot be found (see `find_reference_columns`), the table has several splits but no test
             split, a row cannot be read or has no id, two rows have the same id but different images, or a pair has no
             caption.
     """
-    columns = reference_columns(path)
+    columns = find_reference_columns(path)
     rows = list(read_rows(path, columns.captions))
     selection = select_scored_rows(path, rows, columns.split)
     images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
