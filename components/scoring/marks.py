@@ -55,6 +55,8 @@ MARKS = {
 # Parts of Python patterns that polars' engine does not support or that are slow there
 LOOKAROUND = re.compile(r"\(\?[=!][^()]*\)")
 COUNTED_REPETITION = re.compile(r"\{\d+,\d*\}")
+CHARACTER_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
+UNESCAPED_SPACE = re.compile(r"(?<!\\) ")
 FLAGS = re.VERBOSE | re.MULTILINE | re.IGNORECASE
 PATTERNS = {kind: re.compile(pattern, FLAGS) for kind, pattern in MARKS.items()}
 
@@ -171,7 +173,10 @@ def may_repeat(caption: str) -> bool:
 def widen_for_polars(pattern: str) -> str:
     """Return a pattern for polars that matches every text that a pattern of `MARKS` matches, and possibly more."""
     without_lookaround = LOOKAROUND.sub("", pattern)
-    return "(?xim)" + COUNTED_REPETITION.sub("*", without_lookaround).replace(r"\Z", r"\z")
+    without_counts = COUNTED_REPETITION.sub("*", without_lookaround)
+    # in verbose mode, polars ignores a space in a character class, and Python does not
+    with_spaces = CHARACTER_CLASS.sub(lambda match: UNESCAPED_SPACE.sub(r"\ ", match[0]), without_counts)
+    return "(?xim)" + with_spaces.replace(r"\Z", r"\z")
 
 
 def find_candidates(kind: str, captions: Sequence[str]) -> list[str]:

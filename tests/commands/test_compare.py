@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(root: Path, out: Path, first_name: str = "first_name", second_name: str = "second_name"):
+def run(root: Path, out: Path, first_name: str = "first", second_name: str = "second"):
     return compare(root / first_name, root / second_name, root / "records", root / "clean", out / "compare.html")
 
 

@@ -126,6 +126,15 @@ def test_the_fast_search_passes_over_no_marked_caption(kind):
     assert [caption for caption in marked if caption not in searched] == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "caption"),
+    [("special tokens or tags", "<img src=x>"), ("a role name or a prompt", "### the answer is: gone")],
+)
+def test_the_fast_search_finds_a_mark_with_spaces(kind: str, caption: str):
+    assert PATTERNS[kind].search(caption)
+    assert find_candidates(kind, [caption]) == [caption]
+
+
 def test_the_fast_search_leaves_out_what_people_write():
     captions = [f"the {color} cube, which is behind the ball, moved to the left" for color in ("red", "blue", "green")]
     assert [find_candidates(kind, captions) for kind in PATTERNS] == [[]] * len(PATTERNS)

@@ -32,7 +32,7 @@ def test_the_second_read_takes_the_kept_index(table: Path, tmp_path: Path, monke
     computed = read_paraphrases(table)
     monkeypatch.setattr(paraphrases, "index_table", lambda text: pytest.fail("indexed again"))
     stored_table = read_paraphrases(table)
-    for name in ("starts", "keys", "odd"):
+    for name in ("starts", "keys", "odd_entries"):
         assert np.array_equal(getattr(stored_table, name), getattr(computed, name)), name
     assert matching_paraphrases(stored_table, ITEMS) == matching_paraphrases(computed, ITEMS) == ENTRIES.encode()
 
