@@ -283,7 +283,7 @@ def test_marks_in_captions_are_counted(server, folders, tmp_path, capsys):
     server.replies = {pair: [f"assistant\n{texts[0]}"] for pair, texts in server.replies.items()}
     result = run(tmp_path, make_request(server))
     assert "note: 6 of 6 captions contain a role name" in capsys.readouterr().out
-    assert "6 of 6 captions hold" in (result.folder / "report/report.html").read_text()
+    assert "6 of 6 captions contain" in (result.folder / "report/report.html").read_text()
     assert predictions(result)["toy/0"] == f"assistant {bench.PREDICTIONS['toy/0']}"
 
 
