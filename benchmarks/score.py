@@ -222,7 +222,7 @@ def own_scores(captions: Captions) -> Scores:
     """Return the scores computed by this checkout."""
     from m3diff.datasets.spec import Protocol
     from m3diff.scoring.metrics import choose_metrics
-    from m3diff.scoring.pairs import ALL, EvalPair
+    from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
     from m3diff.scoring.protocols import ProtocolPairs
     from m3diff.scoring.run import compute_metrics
 
@@ -234,7 +234,9 @@ def own_scores(captions: Captions) -> Scores:
     protocol = ProtocolPairs("captions", Protocol("test", n=None), pairs)
     scores = compute_metrics(metrics, [protocol], {}, None, LIMIT_S)[protocol.name]
     assert set(scores.absent) == {"CIDEr_shuffled"}, scores.absent
-    corpus: dict[str, Any] = {name: value for name, value in scores.groups[ALL].items() if name != "CIDEr_shuffled"}
+    corpus: dict[str, Any] = {
+        name: value for name, value in scores.groups[ALL_PAIRS].items() if name != "CIDEr_shuffled"
+    }
     images: dict[str, Any] = {name: [scores.pairs[pair.id][name] for pair in pairs] for name in IMAGE_SCORES}
     return Scores(corpus, images)
 

@@ -20,7 +20,7 @@ from m3diff.provenance.git import GitError, git, main_tree
 from m3diff.records.errors import redact
 from m3diff.records.files import write_atomic
 from m3diff.registry.promote import Promotion
-from m3diff.report.curves import picture
+from m3diff.report.curves import draw_picture
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration
@@ -136,7 +136,7 @@ def registration_lines(registration: Registration, tracking_uri: str) -> Iterato
 
 def add_curves(text: str, curves: Path) -> str:
     """Add the training curves to the page as an embedded image, if there are any."""
-    drawing = picture(curves) if curves.is_file() else None
+    drawing = draw_picture(curves) if curves.is_file() else None
     if drawing is None or not drawing.svg:
         return text
     data = base64.b64encode(drawing.svg.encode()).decode()

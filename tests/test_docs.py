@@ -265,7 +265,7 @@ def test_every_cell_runs_and_gives_captions_an_overlay_and_scores(project):
     assert not {"mini/00.png"} & captions.keys(), "a pair that trains"
     assert all(name in table for name in captions)
     assert table.count("a noise became another") == 12
-    assert "pairs 12; references a pair 2.00" in scores
+    assert "12 pairs, 2.00 references per pair" in scores
     outputs_of_cells = chain.from_iterable(cell.get("outputs", []) for cell in notebook.cells)
     shown = [output.data for output in outputs_of_cells if "data" in output]
     assert sum("image/png" in data for data in shown) == 1

@@ -101,7 +101,7 @@ def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
     from m3diff.commands.plan import Run, make_plan
 
     train_section, settings = changed_sections(changes, params)
-    run = replace(Run.of(params), train=train_section, settings=settings)
+    run = replace(Run.from_params(params), train=train_section, settings=settings)
     return make_plan(run).caption_flops
 
 

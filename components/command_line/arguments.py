@@ -11,7 +11,7 @@ from m3diff.records.errors import Fault, ParamsError
 Entry = TypeVar("Entry")
 
 
-def url(text: str) -> str:
+def parse_url(text: str) -> str:
     """Check the URL of an OpenAI-compatible endpoint, and return it."""
     from m3diff.endpoint.url import endpoint_url
 
@@ -21,14 +21,14 @@ def url(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def port(text: str) -> int:
+def parse_port(text: str) -> int:
     """Parse the number of a TCP port."""
     if not (text.isdecimal() and 0 < int(text) < 65536):
         raise argparse.ArgumentTypeError(str(Fault("command.not_a_port", value=text)))
     return int(text)
 
 
-def count(text: str) -> int:
+def parse_count(text: str) -> int:
     """Parse a whole number, 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(str(Fault("command.not_a_count", value=text)))

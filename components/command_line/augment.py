@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from m3diff.command_line.arguments import find_entry
 from m3diff.command_line.command import Command, argument
-from m3diff.command_line.report_lines import report_lines
+from m3diff.command_line.report_lines import format_report
 
 if TYPE_CHECKING:
     from m3diff.settings.tree import Params
@@ -21,7 +21,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     from m3diff.stages.augment.stage import augment
 
     report = augment(args.name, settings, params.compute)
-    print(report_lines(report))
+    print(format_report(report))
     for reason in report.reasons():
         print(f"augment: rejected: {reason}")
 

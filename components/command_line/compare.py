@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def _run(params: Params, args: argparse.Namespace) -> None:
-    from m3diff.commands.compare import as_text, compare
+    from m3diff.commands.compare import compare, format_table
 
     tables = compare(args.first, args.second, params.paths.records, params.paths.clean, args.out)
-    print("\n\n".join(as_text(protocol, table) for protocol, table in tables.items()))
+    print("\n\n".join(format_table(protocol, table) for protocol, table in tables.items()))
     print(f"\npair by pair: {args.out}")
 
 

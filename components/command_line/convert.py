@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from m3diff.command_line.command import Command
-from m3diff.command_line.report_lines import report_lines
+from m3diff.command_line.report_lines import format_report
 
 if TYPE_CHECKING:
     from m3diff.settings.tree import Params
@@ -20,7 +20,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     from m3diff.stages.convert.stage import convert
 
     report = convert(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
-    print(report_lines(report))
+    print(format_report(report))
     # `dvc repro` stops before the training stage if a file is missing, but does not say what to do
     for fault in missing_inputs(params, "train"):
         print(f"convert: the training cannot start yet: {fault}", file=sys.stderr)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PARAMS_FILE = Path("params.yaml")
 
 
-def version() -> str:
+def describe_version() -> str:
     """Return the version. For a checkout, also include the commit and whether tracked files were changed."""
     text = f"m3diff {installation.version_number()}"
     if not installation.is_checkout():
@@ -43,7 +43,7 @@ def fault_of_missing_package(module: str, extra: str) -> Fault:
     return Fault("command.missing_package", package=package, command=command, python=sys.executable)
 
 
-def profiles_folder() -> Path:
+def find_profiles_folder() -> Path:
     """Return the folder with the profiles: `profiles` in the working directory, or else the folder in the wheel."""
     folder = Path("profiles")
     return folder if folder.is_dir() or installation.is_checkout() else installation.PROFILES

@@ -38,17 +38,17 @@ def _evaluate_model(params: Params, args: argparse.Namespace) -> None:
 def _evaluate_run(params: Params) -> None:
     """Evaluate the predictions of the current run, and add the scores to the run's entry in MLflow."""
     from m3diff.registry.tracking import log_evaluation
-    from m3diff.report.origin import origin_of_training, write_made
-    from m3diff.scoring.results import headline
+    from m3diff.report.origin import read_origin, write_creation_note
+    from m3diff.scoring.results import headline_scores
     from m3diff.stages.evaluate.stage import evaluate
 
     paths = params.paths
-    origin = origin_of_training(paths.model)
+    origin = read_origin(paths.model)
     report = evaluate(
         params.evaluate, params.compute, paths.records, paths.clean, paths.predictions, paths.report, origin
     )
-    write_made(paths.report)
-    _print_scores(headline(report), paths.report)
+    write_creation_note(paths.report)
+    _print_scores(headline_scores(report), paths.report)
     log_evaluation(describe_training_run(params), paths.model, paths.report / "metrics.json")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from m3diff.command_line.arguments import find_entry
 from m3diff.command_line.command import Command, argument
-from m3diff.command_line.report_lines import report_lines
+from m3diff.command_line.report_lines import format_report
 
 if TYPE_CHECKING:
     from m3diff.settings.tree import Params
@@ -24,7 +24,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
 
     for name, entry in entries.items():
         report = ingest(name, entry, params.compute.image_cache, params.paths.records)
-        print(report_lines(report))
+        print(format_report(report))
 
 
 COMMAND = Command(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from m3diff.command_line.command import Argument, Command, CommandEntry, Group, argument
-from m3diff.command_line.distribution import PARAMS_FILE, version
+from m3diff.command_line.distribution import PARAMS_FILE, describe_version
 from m3diff.records.errors import Fault
 
 MAX_WIDTH = 120  # maximum width of a help text in columns, even if the terminal is wider
@@ -57,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
         options = dict(argument.options)
         if argument.choices is not None:
             allowed_words = list(argument.choices())
-            options["type"] = word_of(allowed_words)
+            options["type"] = make_word_type(allowed_words)
             options["help"] = options["help"].replace("{choices}", ", ".join(allowed_words))
             if not argument.names[0].startswith("-"):
                 self.typed.choices[options.get("metavar", argument.names[0])] = allowed_words
@@ -66,6 +66,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         """Parse words, and return `namespace` with their arguments added. If a word is invalid, exit with code 2."""
+        # the words after a command belong to the command's parser
         self.typed.words = list(itertools.takewhile(lambda word: word not in self.typed.commands, words))
         arguments, unknown_words = self.parse_known_args(words, namespace)
         if unknown_words:
@@ -93,7 +94,7 @@ class CommandParser(argparse.ArgumentParser):
             is_known = any(known_option.startswith(option) for known_option in self.typed.options)
             if not option.startswith("--") or is_known:
                 continue
-            suggestion = nearest(option, self.typed.options)
+            suggestion = find_nearest(option, self.typed.options)
             if suggestion:
                 yield Fault("command.misspelt_option", value=option, program=self.prog, nearest=suggestion)
             elif self.typed.sections:
@@ -112,7 +113,7 @@ class _ShowVersion(argparse.Action):
     """An argument action that prints the version and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(version())
+        print(describe_version())
         parser.exit()
 
 
@@ -134,7 +135,7 @@ def parse(argv: Sequence[str] | None, commands: Mapping[str, CommandEntry], desc
     name, *command_words = top_arguments.command
     if name not in commands:
         parser.typed.words = ()  # options of an unknown command get no remedies
-        suggestion = nearest(name, commands)
+        suggestion = find_nearest(name, commands)
         if suggestion:
             parser.error(str(Fault("command.misspelt_command", value=name, nearest=suggestion)))
         parser.error(str(Fault("command.unknown_command", value=name)))
@@ -144,12 +145,12 @@ def parse(argv: Sequence[str] | None, commands: Mapping[str, CommandEntry], desc
 
 def make_top_parser(commands: Mapping[str, CommandEntry], description: str) -> CommandParser:
     """Return the parser for the options of `m3diff` itself. It does not parse the words after the command's name."""
-    epilog = f"{overview(commands)}\n\n`m3diff COMMAND --help` says more of a command and ends with an example"
+    epilog = f"{list_commands(commands)}\n\n`m3diff COMMAND --help` explains a command and ends with examples"
     parser = CommandParser(prog="m3diff", description=description, epilog=epilog)
     parser.typed.commands = commands
     version_help = "print the version, in a checkout with the commit"
     parser.add(argument("--version", action=_ShowVersion, nargs=0, help=version_help))
-    parser.add(params_argument(PARAMS_FILE))
+    parser.add(make_params_argument(PARAMS_FILE))
     parser.add(argument("command", nargs=argparse.PARSER, metavar="COMMAND", help="one of the list below"))
     return parser
 
@@ -158,47 +159,47 @@ def make_parser(name: str, summary: str, command: Command) -> CommandParser:
     """Return the parser for the arguments of a command."""
     examples = "\n".join(f"  {line}" for line in command.examples)
     parser = CommandParser(
-        prog=f"m3diff {name}", description=describe(summary, command), epilog=f"examples:\n{examples}"
+        prog=f"m3diff {name}", description=describe_command(summary, command), epilog=f"examples:\n{examples}"
     )
     parser.typed.sections = command.sections
     if command.parameters != "none":
-        parser.add(params_argument(argparse.SUPPRESS))
+        parser.add(make_params_argument(argparse.SUPPRESS))
     for command_argument in command.arguments:
         parser.add(command_argument)
     return parser
 
 
-def params_argument(default: Any) -> Argument:
+def make_params_argument(default: Any) -> Argument:
     """Return the option --params, which names the parameter file."""
     help_text = f"parameter file or profile (default: {PARAMS_FILE})"
     return argument("--params", type=Path, metavar="FILE", default=default, help=help_text)
 
 
-def describe(summary: str, command: Command) -> str:
+def describe_command(summary: str, command: Command) -> str:
     """Return the part of a command's help between the usage and the arguments."""
     facts = {"reads": command.reads, "writes": command.writes, "needs": command.needs}
     if command.sections:
         facts["parameters"] = f"{command.sections} in {PARAMS_FILE}; profiles/embedded.yaml says what each value is"
-    fact_lines = [wrap(text, f"  {heading:<12}", " " * NAME_COLUMN) for heading, text in facts.items() if text]
-    lines = [wrap(summary)]
+    fact_lines = [wrap_text(text, f"  {heading:<12}", " " * NAME_COLUMN) for heading, text in facts.items() if text]
+    lines = [wrap_text(summary)]
     if fact_lines:
         lines += ["", *fact_lines]
     return "\n".join(lines)
 
 
-def overview(commands: Mapping[str, CommandEntry]) -> str:
+def list_commands(commands: Mapping[str, CommandEntry]) -> str:
     """Return the list of commands with their summaries, by group, wrapped to the width of the terminal."""
     sections = []
     for group in Group:
         lines = [f"{group.value}:"]
         for name, entry in commands.items():
             if entry.group == group:
-                lines.append(wrap(entry.summary, f"  {name:<{NAME_COLUMN}}", " " * (NAME_COLUMN + 2)))
+                lines.append(wrap_text(entry.summary, f"  {name:<{NAME_COLUMN}}", " " * (NAME_COLUMN + 2)))
         sections.append("\n".join(lines))
     return "\n\n".join(sections)
 
 
-def wrap(text: str, first_indent: str = "", next_indent: str = "") -> str:
+def wrap_text(text: str, first_indent: str = "", next_indent: str = "") -> str:
     """Wrap a text to the width of the terminal."""
     width = min(max(shutil.get_terminal_size().columns - 2, 40), MAX_WIDTH)
     return textwrap.fill(
@@ -211,13 +212,13 @@ def wrap(text: str, first_indent: str = "", next_indent: str = "") -> str:
     )
 
 
-def word_of(allowed_words: Collection[str]) -> Callable[[str], str]:
+def make_word_type(allowed_words: Collection[str]) -> Callable[[str], str]:
     """Return a function for argparse's `type` that accepts only these words and suggests the most similar one."""
 
     def check(word: str) -> str:
         if word in allowed_words:
             return word
-        suggestion = nearest(word, allowed_words)
+        suggestion = find_nearest(word, allowed_words)
         choices = list(allowed_words)
         if suggestion:
             fault = Fault("command.misspelt_choice", value=word, nearest=suggestion, names=choices)
@@ -228,6 +229,6 @@ def word_of(allowed_words: Collection[str]) -> Callable[[str], str]:
     return check
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
+def find_nearest(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that is most similar to the word, or None if none is similar."""
     return next(iter(difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)), None)

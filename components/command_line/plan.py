@@ -20,7 +20,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     check_base(params.train.base)
     gpu_kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[gpu_kind] if gpu_kind else None
-    planned_run = Run.of(params)
+    planned_run = Run.from_params(params)
     alignment_plan = plan_alignment(planned_run)
     training_plan = make_plan(planned_run)
     if alignment_plan is not None:

@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 
 from m3diff.command_line.command import Command, argument
-from m3diff.command_line.distribution import profiles_folder
+from m3diff.command_line.distribution import find_profiles_folder
 
 
 def _run(args: argparse.Namespace) -> None:
     from m3diff.settings.load import find_profile, load_params, use_profile
     from m3diff.settings.rules import missing_inputs
 
-    folder = profiles_folder()
+    folder = find_profiles_folder()
     params = load_params(find_profile(args.name, folder))
     changes = use_profile(args.name, args.params, folder)
     if changes:

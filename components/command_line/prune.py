@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from m3diff.command_line.arguments import count
+from m3diff.command_line.arguments import parse_count
 from m3diff.command_line.command import Command, argument, flag
 from m3diff.command_line.exit_codes import USAGE
 from m3diff.records.errors import Fault
@@ -29,7 +29,9 @@ def _run(params: Params, args: argparse.Namespace) -> int:
 COMMAND = Command(
     run=_run,
     arguments=(
-        argument("--keep", type=count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"),
+        argument(
+            "--keep", type=parse_count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"
+        ),
         flag("--dry-run", "only show what would be removed"),
         flag("--yes", "remove it"),
     ),

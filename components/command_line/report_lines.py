@@ -9,17 +9,17 @@ if TYPE_CHECKING:
     from m3diff.records.files import StageReport
 
 
-def report_lines(report: StageReport) -> str:
+def format_report(report: StageReport) -> str:
     """Return one line with the numbers in a report, and one line with the numbers of each dataset in the report."""
     fields = report.model_dump()
     heading = f"{report.stage}: {fields['dataset']}" if "dataset" in fields else report.stage
-    lines = [f"{heading}: {numbers_line(fields)}"]
+    lines = [f"{heading}: {format_numbers(fields)}"]
     for name, dataset_fields in fields.get("datasets", {}).items():
-        lines.append(f"{report.stage}: {name}: {numbers_line(dataset_fields)}")
+        lines.append(f"{report.stage}: {name}: {format_numbers(dataset_fields)}")
     return "\n".join(lines)
 
 
-def numbers_line(fields: Mapping[str, Any]) -> str:
+def format_numbers(fields: Mapping[str, Any]) -> str:
     """Format the fields that are integers or dicts of integers: `pairs 7,500 (train 7,000, test 500), faults 2`.
 
     Zeros and all other fields are left out.

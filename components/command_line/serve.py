@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from m3diff.command_line.arguments import MODEL, port
+from m3diff.command_line.arguments import MODEL, parse_port
 from m3diff.command_line.command import Command, argument
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ COMMAND = Command(
     arguments=(
         *MODEL,
         argument("--host", default="127.0.0.1", help="default: 127.0.0.1; any other needs M3DIFF_SERVE_TOKEN"),
-        argument("--port", type=port, metavar="N", help="default: serve.port"),
+        argument("--port", type=parse_port, metavar="N", help="default: serve.port"),
     ),
     examples=("m3diff serve", "m3diff serve --model data/05_model/checkpoint --port 8001"),
     extra="serve",

@@ -26,7 +26,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     paths = params.paths
     require_test_pairs(paths.mixture, params.promote.protocol)
     check_base(params.train.base)
-    planned_run = Run.of(params)
+    planned_run = Run.from_params(params)
     check_memory(planned_run)
     warnings = warnings_before_training(planned_run)
     for warning in warnings:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from m3diff.command_line.command import Command
-from m3diff.command_line.report_lines import report_lines
+from m3diff.command_line.report_lines import format_report
 
 if TYPE_CHECKING:
     from m3diff.settings.tree import Params
@@ -23,7 +23,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
         params.paths.clean,
         params.promote.protocol,
     )
-    print(report_lines(report))
+    print(format_report(report))
     print(f"validate: the page: {params.paths.clean / 'docs' / 'index.html'}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from m3diff.command_line.arguments import ALLOW_UNLICENSED, FOLDER, count, url
+from m3diff.command_line.arguments import ALLOW_UNLICENSED, FOLDER, parse_count, parse_url
 from m3diff.command_line.command import Command, argument
 
 if TYPE_CHECKING:
@@ -37,19 +37,23 @@ def _run(params: Params, args: argparse.Namespace) -> None:
 COMMAND = Command(
     run=_run,
     arguments=(
-        argument("--url", type=url, required=True, help="OpenAI-compatible, with /v1; the images are sent there"),
+        argument("--url", type=parse_url, required=True, help="OpenAI-compatible, with /v1; the images are sent there"),
         argument("--model", required=True, metavar="NAME", help="the model's name at the endpoint"),
-        argument("--limit", type=count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"),
+        argument(
+            "--limit", type=parse_count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"
+        ),
         argument("--out", **FOLDER, help="folder for captions and report"),
         argument("--prompt", metavar="TEXT", help="text sent with the images; {question} is the pair's question"),
-        argument("--max-tokens", type=count, metavar="N", help="maximum tokens per answer; default: the server's"),
+        argument(
+            "--max-tokens", type=parse_count, metavar="N", help="maximum tokens per answer; default: the server's"
+        ),
         argument(
             "--key-variable",
             metavar="NAME",
             default="OPENAI_API_KEY",
             help="holds the key; default: OPENAI_API_KEY",
         ),
-        argument("--timeout-s", type=count, metavar="S", help="seconds for an answer; default: 120"),
+        argument("--timeout-s", type=parse_count, metavar="S", help="seconds for an answer; default: 120"),
         argument(
             "--reuse-answers",
             action=argparse.BooleanOptionalAction,

@@ -33,7 +33,7 @@ from m3diff.registry.versions import (
     rescored_folder,
 )
 from m3diff.scoring.metrics.java import ScorerFailed
-from m3diff.scoring.results import EvaluateReport, headline
+from m3diff.scoring.results import EvaluateReport, headline_scores
 from m3diff.settings.tree import Params
 
 Headline = dict[str, dict[str, float]]
@@ -66,7 +66,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, test_se
                 predictions=paths.predictions,
             )
         reason = f"champion {version.version} has no scores on this test set ({test_set:.12})"
-        print(f"promote: {reason}; it is captioned and scored by the code of today", flush=True)
+        print(f"promote: {reason}; the test set is captioned and scored with the current code", flush=True)
         scratch = params.compute.scratch / "promote"
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -77,7 +77,7 @@ def rescore(client: MlflowClient, params: Params, version: ModelVersion, test_se
             score(params, Source(version.name, checkpoint, max_new_tokens, base), evaluated)
             if tracking.find_run(client, version.run_id) is None:
                 reason = f"MLflow has lost the run of version {version.version}"
-                print(f"promote: {reason}; its scores are not kept", flush=True)
+                print(f"promote: {reason}, so its scores are not stored", flush=True)
             else:
                 keep_scores(client, version, test_set, evaluated)
             return pq.read_table(evaluated / "report" / SCORES)
@@ -117,7 +117,7 @@ def score_model(params: Params, model: str, base: Path, out: Path | None = None)
             version = find_version(client, cfg.model_name, source.name.rpartition("/")[2])
             if read_test_set(version) != test_set:
                 keep_scores(client, version, test_set, evaluated)
-    return evaluated, headline(report)
+    return evaluated, headline_scores(report)
 
 
 def score(params: Params, source: Source, out: Path) -> EvaluateReport:

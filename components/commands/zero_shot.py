@@ -33,7 +33,7 @@ from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.pairs import list_ids, read_test_records
 from m3diff.scoring.protocols import load_specs, select_protocols
 from m3diff.scoring.published import published_rows
-from m3diff.scoring.results import EvaluateReport, headline
+from m3diff.scoring.results import EvaluateReport, headline_scores
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
@@ -108,23 +108,24 @@ class ZeroShotResult(NamedTuple):
     """The output folder with `predictions/` and `report/`, the report of the captions, and their scores."""
 
     folder: Path
-    captioned: ZeroShotReport
-    scored: EvaluateReport
+    captions_report: ZeroShotReport
+    scores_report: EvaluateReport
 
     @property
     def lines(self) -> list[str]:
         """Lines for the user: the pairs without a caption, then the scores next to those published in papers."""
-        lines = [
-            f"{len(ids):,} of {self.captioned.rows_in:,} answers {kind}, scored as an empty caption: {list_ids(ids)}"
-            for kind, ids in self.captioned.without_caption.items()
-            if ids
-        ]
-        for protocol, headline_scores in headline(self.scored).items():
-            protocol_scores = self.scored.protocols[protocol]
+        lines = []
+        test_pairs = self.captions_report.rows_in
+        for kind, ids in self.captions_report.without_caption.items():
+            if ids:
+                answers = f"{len(ids):,} of {test_pairs:,} answers were {kind}"
+                lines.append(f"{answers} and are scored as an empty caption: {list_ids(ids)}")
+        for protocol, main_scores in headline_scores(self.scores_report).items():
+            protocol_scores = self.scores_report.protocols[protocol]
             coverage = ""
             if protocol_scores.is_partial:
                 coverage = f" ({protocol_scores.pairs:,} of {protocol_scores.published_pairs:,} pairs)"
-            lines.append(f"{protocol}{coverage}, times 100: {format_scores(headline_scores)}")
+            lines.append(f"{protocol}{coverage}, times 100: {format_scores(main_scores)}")
             dataset = protocol.partition("/")[0]
             for row in published_rows(dataset):
                 if row.method in ZERO_SHOT_METHODS:
@@ -174,10 +175,10 @@ def zero_shot(
     folder = out or request.default_folder(compute.scratch)
     with new_folder(folder) as unfinished:
         predictions = unfinished / "predictions"
-        captioned = write_predictions(request, pairs, answers, sources, predictions)
+        captions_report = write_predictions(request, pairs, answers, sources, predictions)
         origin = Origin(facts={"Model": f"{request.model} behind {redact(request.url)}", "Prompt": request.prompt})
-        scored = evaluate(cfg, compute, records, clean, predictions, unfinished / "report", origin)
-    return ZeroShotResult(folder=folder, captioned=captioned, scored=scored)
+        scores_report = evaluate(cfg, compute, records, clean, predictions, unfinished / "report", origin)
+    return ZeroShotResult(folder=folder, captions_report=captions_report, scores_report=scores_report)
 
 
 def check_before_sending(
@@ -214,8 +215,8 @@ def ask_endpoint(
     The destination of the images is printed before the first one is sent.
     """
     print(
-        f"zero-shot: {len(pairs):,} test pairs: both images and the question of each that is not answered yet go to "
-        f"{request.url}, model {request.model!r}",
+        f"zero-shot: {len(pairs):,} test pairs: the images and the question of each pair without a stored answer are "
+        f"sent to {request.url}, model {request.model!r}",
         flush=True,
     )
     endpoint = Endpoint(

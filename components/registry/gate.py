@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from m3diff.records.errors import Fault
 from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
-from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Resampled, with_characters
+from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Resampled, add_character_variants
 from m3diff.stages.register.params import Promote
 
 
@@ -140,7 +140,7 @@ def score(cfg: Promote, table: pa.Table, name: str) -> float | None:
 
 def known_scores() -> dict[str, Resampled]:
     """Return all scores that can be computed from per-pair sums, by name, including character-level variants."""
-    return resampled_scores(with_characters(METRICS))
+    return resampled_scores(add_character_variants(METRICS))
 
 
 def use_characters_if_needed(cfg: Promote, challenger: pa.Table) -> Promote:
@@ -323,4 +323,4 @@ def compare_guards(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Gu
 
 def is_lower_better(name: str) -> bool:
     """Return whether a lower value of a score is better."""
-    return any(name in metric.lower_is_better for metric in with_characters(METRICS).values())
+    return any(name in metric.lower_is_better for metric in add_character_variants(METRICS).values())

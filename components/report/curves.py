@@ -31,11 +31,11 @@ FINE_TUNING = "Fine-tuning"
 WIDTH = 360
 PLOT_HEIGHT = 168
 # Margins around the plot in pixels
-LEFT = 50  # for the tick labels
-RIGHT = 12
-TOP = 48  # for the title
-BOTTOM = 36  # for the axis of the steps
-ROW = 17  # height of a row of the legend in pixels
+LEFT_MARGIN = 50  # for the tick labels
+RIGHT_MARGIN = 12
+TOP_MARGIN = 48  # for the title
+BOTTOM_MARGIN = 36  # for the axis of the steps
+LEGEND_ROW_HEIGHT = 17  # in pixels
 NAME_LETTERS = 46  # maximum number of characters in a row of the legend
 MAX_DIGITS = 6  # maximum number of characters of a tick label
 STYLES = 5  # number of line styles in charts.css
@@ -74,7 +74,7 @@ class Phase:
         """Return the points of a column, or an empty list if curves.csv does not have this column."""
         return self.columns.get(column, [])
 
-    def starting_with(self, prefix: str) -> dict[str, list[Point]]:
+    def columns_with_prefix(self, prefix: str) -> dict[str, list[Point]]:
         """Return the columns whose names start with `prefix`, by the rest of their names."""
         return {
             name.removeprefix(prefix): points
@@ -148,24 +148,24 @@ def read_phases(path: Path) -> list[Phase]:
         path.open(encoding="utf-8", newline="") as file,
     ):
         rows = list(csv.DictReader(file))
-    parts: dict[str, PhaseRows] = {}
+    rows_by_phase: dict[str, PhaseRows] = {}
     for line, row in enumerate(rows, start=2):
-        step = int(number_of(path, line, "step", row.get("step") or ""))
+        step = int(parse_number(path, line, "step", row.get("step") or ""))
         name = FINE_TUNING if step > 0 else ALIGNMENT
-        part = parts.setdefault(name, PhaseRows(name))
-        part.steps.append(step)
+        phase_rows = rows_by_phase.setdefault(name, PhaseRows(name))
+        phase_rows.steps.append(step)
         for column, text in row.items():
             if column in (None, "step") or not text:
                 continue
-            value = number_of(path, line, column, text)
+            value = parse_number(path, line, column, text)
             if math.isfinite(value):
-                part.columns.setdefault(column, []).append(Point(step, value))
+                phase_rows.columns.setdefault(column, []).append(Point(step, value))
             else:
-                part.not_finite += 1
-    return [phase_of(part) for part in parts.values()]
+                phase_rows.not_finite += 1
+    return [make_phase(phase_rows) for phase_rows in rows_by_phase.values()]
 
 
-def number_of(path: Path, line: int, column: str, text: str) -> float:
+def parse_number(path: Path, line: int, column: str, text: str) -> float:
     """Return the number in a cell. A step must be finite.
 
     Raises:
@@ -180,19 +180,19 @@ def number_of(path: Path, line: int, column: str, text: str) -> float:
     return value
 
 
-def phase_of(part: PhaseRows) -> Phase:
+def make_phase(rows: PhaseRows) -> Phase:
     """Convert the collected rows to a training phase with steps counted from 1."""
-    offset = min(part.steps) - 1 if part.name == ALIGNMENT else 0
-    columns = {
-        name: [Point(point.step - offset, point.value) for point in points] for name, points in part.columns.items()
-    }
-    return Phase(name=part.name, steps=max(part.steps) - offset, columns=columns, not_finite=part.not_finite)
+    offset = min(rows.steps) - 1 if rows.name == ALIGNMENT else 0
+    columns = {}
+    for name, points in rows.columns.items():
+        columns[name] = [Point(point.step - offset, point.value) for point in points]
+    return Phase(name=rows.name, steps=max(rows.steps) - offset, columns=columns, not_finite=rows.not_finite)
 
 
 # Charts
 
 
-def steps_in_words(steps: float) -> str:
+def format_steps(steps: float) -> str:
     """Return a number of steps as text, such as "2,000 steps"."""
     return "1 step" if steps == 1 else f"{steps:,.0f} steps"
 
@@ -200,9 +200,9 @@ def steps_in_words(steps: float) -> str:
 def draw_phase(phase: Phase) -> DrawnPhase:
     """Draw the charts of a training phase, except those without data."""
     return DrawnPhase(
-        title=f"{phase.name}, {steps_in_words(phase.steps)}",
-        charts=[draw(chart) for chart in main_charts(phase) if chart.series],
-        more_charts=[draw(chart) for chart in further_charts(phase) if chart.series],
+        title=f"{phase.name}, {format_steps(phase.steps)}",
+        charts=[draw_chart(chart) for chart in main_charts(phase) if chart.series],
+        more_charts=[draw_chart(chart) for chart in further_charts(phase) if chart.series],
         numbers=validation_rows(phase),
         not_finite=phase.not_finite,
     )
@@ -211,18 +211,19 @@ def draw_phase(phase: Phase) -> DrawnPhase:
 def main_charts(phase: Phase) -> list[Chart]:
     """Return the charts of loss, validation CIDEr and learning rates. A chart without data has no series."""
     cider = [Point(point.step, 100 * point.value) for point in phase.points("val_cider")]
+    learning_rates = merge_equal_columns(phase.columns_with_prefix("lr_"))
     return [
         loss_chart(phase),
         Chart(
             title="CIDEr of validation pairs",
             note="times 100, at captioned checkpoints",
-            series=[line_of("CIDEr", cider, has_dots=True)] if cider else [],
+            series=[make_line("CIDEr", cider, has_dots=True)] if cider else [],
             steps=phase.steps,
         ),
         Chart(
             title="Learning rate",
             note="by part of the model",
-            series=[line_of(name, points) for name, points in grouped(phase.starting_with("lr_"))],
+            series=[make_line(name, points) for name, points in learning_rates],
             steps=phase.steps,
         ),
     ]
@@ -233,63 +234,64 @@ def loss_chart(phase: Phase) -> Chart:
     lines = []
     loss = phase.points("loss")
     if loss:
-        ranges = in_ranges(loss)
-        has_band = len(ranges) < len(loss)
-        name = "training (band: lowest to highest)" if has_band else "training"
-        means = [Point(part.step, part.mean) for part in ranges]
-        lines.append(Series(name, means, ranges if has_band else (), has_dots=len(means) == 1))
+        ranges = combine_into_ranges(loss)
+        means = [Point(values.step, values.mean) for values in ranges]
+        if len(ranges) < len(loss):
+            lines.append(Series("training (band: lowest to highest)", means, ranges))
+        else:
+            lines.append(Series("training", means, has_dots=len(means) == 1))
     validation = phase.points("val_loss")
     if validation:
-        lines.append(line_of("validation", validation, has_dots=True))
-    datasets = phase.starting_with("val_loss_")
+        lines.append(make_line("validation", validation, has_dots=True))
+    datasets = phase.columns_with_prefix("val_loss_")
     if len(datasets) > 1:  # the line of a single dataset would be the same as the line of all validation pairs
-        lines += [line_of(f"validation, {name}", points, has_dots=True) for name, points in datasets.items()]
+        lines += [make_line(f"validation, {name}", points, has_dots=True) for name, points in datasets.items()]
     values: list[float] = []
     for line in lines:
-        values += values_of(line)
+        values += collect_values(line)
     is_log = bool(values) and min(values) > 0 and max(values) > LOG_SPAN * min(values)
-    note = "per supervised token" + (", logarithmic scale" if is_log else "")
+    note = "per supervised token, logarithmic scale" if is_log else "per supervised token"
     return Chart("Loss", note, lines, phase.steps, is_log=is_log, starts_at_zero=False)
 
 
 def further_charts(phase: Phase) -> list[Chart]:
     """Return the charts of the family's module and of the gradient norm."""
-    ratios = phase.starting_with("module_update_ratio")
-    scores = phase.starting_with("module_score")
+    ratios = phase.columns_with_prefix("module_update_ratio")
+    scores = phase.columns_with_prefix("module_score")
     norm = phase.points("grad_norm")
     return [
         Chart(
             title="Update of the module",
             note="size relative to the features that it changes",
-            series=[line_of(level_of(name), points) for name, points in ratios.items()],
+            series=[make_line(name_of_level(name), points) for name, points in ratios.items()],
             steps=phase.steps,
         ),
         Chart(
             title="Score of the module",
             note="gate on each level's update, mean of a step",
-            series=[line_of(level_of(name), points) for name, points in scores.items()],
+            series=[make_line(name_of_level(name), points) for name, points in scores.items()],
             steps=phase.steps,
         ),
         Chart(
             title="Norm of the gradients",
             note="before clipping",
-            series=[line_of("gradients", norm)] if norm else [],
+            series=[make_line("gradients", norm)] if norm else [],
             steps=phase.steps,
         ),
     ]
 
 
-def level_of(name: str) -> str:
+def name_of_level(name: str) -> str:
     """Return a line's name in a chart of the module: "level 2" if `name` is "/2", or "module" if it is empty.
 
     Args:
-        name: name of the line's column without the prefix, as returned by `Phase.starting_with`.
+        name: name of the line's column without the prefix, as returned by `Phase.columns_with_prefix`.
     """
     level = name.strip("/_")
     return f"level {level}" if level else "module"
 
 
-def grouped(columns: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Point]]]:
+def merge_equal_columns(columns: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Point]]]:
     """Yield each line's name and points. Equal columns share a line. Columns of zeros (frozen parts) are left out."""
     names: dict[tuple[Point, ...], list[str]] = {}
     for name, points in columns.items():
@@ -299,23 +301,24 @@ def grouped(columns: Mapping[str, list[Point]]) -> Iterator[tuple[str, list[Poin
         yield " and ".join(parts), list(shared_points)
 
 
-def line_of(name: str, points: Sequence[Point], has_dots: bool = False) -> Series:
+def make_line(name: str, points: Sequence[Point], has_dots: bool = False) -> Series:
     """Return a line through the points or, if there are too many, through the means of ranges, with a band."""
-    ranges = in_ranges(points)
+    ranges = combine_into_ranges(points)
     if len(ranges) == len(points):
-        return Series(name, points, has_dots=(has_dots and len(points) <= MAX_DOTS) or len(points) == 1)
-    means = [Point(part.step, part.mean) for part in ranges]
+        has_few_points = len(points) <= MAX_DOTS
+        return Series(name, points, has_dots=(has_dots and has_few_points) or len(points) == 1)
+    means = [Point(values.step, values.mean) for values in ranges]
     return Series(name, means, ranges)
 
 
-def in_ranges(points: Sequence[Point]) -> list[Range]:
+def combine_into_ranges(points: Sequence[Point]) -> list[Range]:
     """Combine points into at most `MAX_RANGES` ranges. Each keeps its lowest and highest value, so no peak is lost."""
-    size = math.ceil(len(points) / MAX_RANGES)
+    size = max(1, math.ceil(len(points) / MAX_RANGES))
     ranges = []
-    for start in range(0, len(points), size or 1):
-        part = points[start : start + size]
-        values = [point.value for point in part]
-        step = statistics.fmean(point.step for point in part)
+    for start in range(0, len(points), size):
+        neighbours = points[start : start + size]
+        values = [point.value for point in neighbours]
+        step = statistics.fmean(point.step for point in neighbours)
         ranges.append(Range(step=step, low=min(values), mean=statistics.fmean(values), high=max(values)))
     return ranges
 
@@ -326,19 +329,20 @@ def validation_rows(phase: Phase) -> list[tuple[str, ...]]:
     If there are many validations, they are thinned out evenly.
     """
     columns = {"validation loss": phase.points("val_loss"), "CIDEr, times 100": phase.points("val_cider")}
-    shown = {name: points for name, points in columns.items() if points}
+    columns = {name: points for name, points in columns.items() if points}
     steps_with_values: set[float] = set()
-    for points in shown.values():
+    for points in columns.values():
         steps_with_values |= {point.step for point in points}
     steps = sorted(steps_with_values)
     if not steps:
         return []
     stride = math.ceil(len(steps) / MAX_ROWS)
     loss = {point.step: point.value for point in phase.points("loss")}
-    rows: list[tuple[str, ...]] = [("step", "training loss", *shown)]
-    for step in steps[::-1][::stride][::-1]:  # counted from the end, so that the last validation is included
+    rows: list[tuple[str, ...]] = [("step", "training loss", *columns)]
+    first_index = (len(steps) - 1) % stride  # so that the last validation is included
+    for step in steps[first_index::stride]:
         cells = [f"{step:,.0f}", f"{loss[step]:.4f}" if step in loss else "–"]
-        for name, points in shown.items():
+        for name, points in columns.items():
             value = next((point.value for point in points if point.step == step), None)
             if value is None:
                 cells.append("–")
@@ -360,16 +364,16 @@ class Axis(NamedTuple):
     ticks: list[float]
 
 
-def draw(chart: Chart, x: float = 0, y: float = 0) -> Markup:
+def draw_chart(chart: Chart, x: float = 0, y: float = 0) -> Markup:
     """Draw a chart as an SVG, either alone or at a position within another SVG.
 
     Its alternative text contains the first, last and extreme values of each line.
     """
-    height = height_of(chart)
-    across = axis_of_steps(chart.steps)
-    up = axis_of_values(chart)
+    height = chart_height(chart)
+    across = make_step_axis(chart.steps)
+    up = make_value_axis(chart)
     parts = [
-        f'<svg class="chart" role="img" aria-label="{escape(description(chart))}" viewBox="0 0 {WIDTH} {height}" '
+        f'<svg class="chart" role="img" aria-label="{escape(describe_chart(chart))}" viewBox="0 0 {WIDTH} {height}" '
         f'x="{x:g}" y="{y:g}" width="{WIDTH}" height="{height}">',
         f'<text class="title" x="0" y="16">{escape(chart.title)}</text>',
         f'<text x="0" y="33">{escape(chart.note)}</text>',
@@ -382,20 +386,20 @@ def draw(chart: Chart, x: float = 0, y: float = 0) -> Markup:
     return Markup("".join([*parts, "</svg>"]))  # all texts are escaped above
 
 
-def height_of(chart: Chart) -> int:
+def chart_height(chart: Chart) -> int:
     """Return the height of a chart in pixels, including its legend."""
-    return TOP + PLOT_HEIGHT + BOTTOM + ROW * len(chart.series) + 4
+    return TOP_MARGIN + PLOT_HEIGHT + BOTTOM_MARGIN + LEGEND_ROW_HEIGHT * len(chart.series) + 4
 
 
 def draw_axes(across: Axis, up: Axis) -> Iterator[str]:
     """Yield the SVG elements of the axes, with grid lines and labels."""
-    bottom = TOP + PLOT_HEIGHT
-    right = WIDTH - RIGHT
+    bottom = TOP_MARGIN + PLOT_HEIGHT
+    right = WIDTH - RIGHT_MARGIN
     for tick in up.ticks:
         y = up.position(tick)
-        yield f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{tick_label(tick)}</text>'
-    yield f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
+        yield f'<line class="grid" x1="{LEFT_MARGIN}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text text-anchor="end" x="{LEFT_MARGIN - 6}" y="{y + 4:.1f}">{tick_label(tick)}</text>'
+    yield f'<line class="axis" x1="{LEFT_MARGIN}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
     for tick in across.ticks:
         x = across.position(tick)
         anchor = "end" if x > right - 12 else "middle"
@@ -410,9 +414,9 @@ def draw_series(series: Series, style: int, across: Axis, up: Axis) -> Iterator[
         return f"{across.position(step):.1f} {up.position(value):.1f}"
 
     if series.ranges:
-        upper = [position(part.step, part.high) for part in series.ranges]
-        lower = [position(part.step, part.low) for part in reversed(series.ranges)]
-        yield f'<path class="band f{style}" d="M{"L".join([*upper, *lower])}Z"/>'
+        upper_edge = [position(values.step, values.high) for values in series.ranges]
+        lower_edge = [position(values.step, values.low) for values in reversed(series.ranges)]
+        yield f'<path class="band f{style}" d="M{"L".join(upper_edge + lower_edge)}Z"/>'
     line = [position(point.step, point.value) for point in series.points]
     if len(line) > 1:
         yield f'<path class="line s{style}" d="M{"L".join(line)}"/>'
@@ -424,36 +428,36 @@ def draw_series(series: Series, style: int, across: Axis, up: Axis) -> Iterator[
 
 def draw_legend(series: Series, number: int) -> Iterator[str]:
     """Yield the SVG elements of a line's row in the legend."""
-    y = TOP + PLOT_HEIGHT + BOTTOM + ROW * number + 8
+    y = TOP_MARGIN + PLOT_HEIGHT + BOTTOM_MARGIN + LEGEND_ROW_HEIGHT * number + 8
     style = number % STYLES
     name = series.name if len(series.name) <= NAME_LETTERS else series.name[: NAME_LETTERS - 1] + "…"
-    yield f'<line class="line s{style}" x1="{LEFT}" x2="{LEFT + 24}" y1="{y}" y2="{y}"/>'
+    yield f'<line class="line s{style}" x1="{LEFT_MARGIN}" x2="{LEFT_MARGIN + 24}" y1="{y}" y2="{y}"/>'
     if series.has_dots:
-        yield f'<circle class="f{style}" cx="{LEFT + 12}" cy="{y}" r="3"/>'
-    yield f'<text class="name" x="{LEFT + 32}" y="{y + 4}">{escape(name)}</text>'
+        yield f'<circle class="f{style}" cx="{LEFT_MARGIN + 12}" cy="{y}" r="3"/>'
+    yield f'<text class="name" x="{LEFT_MARGIN + 32}" y="{y + 4}">{escape(name)}</text>'
 
 
-def axis_of_steps(steps: int) -> Axis:
+def make_step_axis(steps: int) -> Axis:
     """Return the horizontal axis, which starts at step 1."""
     last_step = max(steps, 2)
-    span = WIDTH - RIGHT - LEFT
-    whole_steps = [tick for tick in round_values(1, steps, 4) if tick >= 1 and tick == round(tick)]
-    return Axis(position=lambda step: LEFT + (step - 1) / (last_step - 1) * span, ticks=whole_steps or [1])
+    span = WIDTH - RIGHT_MARGIN - LEFT_MARGIN
+    whole_steps = [tick for tick in choose_round_ticks(1, steps, 4) if tick >= 1 and tick == round(tick)]
+    return Axis(position=lambda step: LEFT_MARGIN + (step - 1) / (last_step - 1) * span, ticks=whole_steps or [1])
 
 
-def axis_of_values(chart: Chart) -> Axis:
+def make_value_axis(chart: Chart) -> Axis:
     """Return the vertical axis, which is logarithmic, starts at zero or covers the range of the values."""
     values: list[float] = []
     for series in chart.series:
-        values += values_of(series)
-    bottom = TOP + PLOT_HEIGHT
+        values += collect_values(series)
+    bottom = TOP_MARGIN + PLOT_HEIGHT
     if chart.is_log:
         low = math.log(min(values))
         high = math.log(max(values))
         span = (high - low) or 1.0
         return Axis(
             position=lambda value: bottom - (math.log(value) - low) / span * PLOT_HEIGHT,
-            ticks=log_values(min(values), max(values)),
+            ticks=choose_log_ticks(min(values), max(values)),
         )
     lowest = min([*values, 0.0]) if chart.starts_at_zero else min(values)
     highest = max(values)
@@ -462,19 +466,19 @@ def axis_of_values(chart: Chart) -> Axis:
     base = lowest if chart.starts_at_zero else lowest - margin
     return Axis(
         position=lambda value: bottom - (value - base) / (top - base) * PLOT_HEIGHT,
-        ticks=round_values(base, top, 4),
+        ticks=choose_round_ticks(base, top, 4),
     )
 
 
-def values_of(series: Series) -> list[float]:
+def collect_values(series: Series) -> list[float]:
     """Return all values of a line and its band."""
     values = [point.value for point in series.points]
-    for part in series.ranges:
-        values += [part.low, part.high]
+    for range_values in series.ranges:
+        values += [range_values.low, range_values.high]
     return values
 
 
-def round_values(low: float, high: float, count: int) -> list[float]:
+def choose_round_ticks(low: float, high: float, count: int) -> list[float]:
     """Return about `count` round values in [low, high]."""
     exact_step = (high - low) / count or 1.0
     power = 10.0 ** math.floor(math.log10(exact_step))
@@ -482,11 +486,13 @@ def round_values(low: float, high: float, count: int) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step * 1.0001) + 1)]
 
 
-def log_values(low: float, high: float) -> list[float]:
+def choose_log_ticks(low: float, high: float) -> list[float]:
     """Return the powers of ten in [low, high]. If there are only a few, also return 2 and 5 times each power."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
-    values = [factor * 10.0**power for power in powers for factor in factors]
+    values: list[float] = []
+    for power in powers:
+        values += [factor * 10.0**power for factor in factors]
     return [value for value in values if low <= value <= high]
 
 
@@ -502,28 +508,32 @@ def tick_label(value: float) -> str:
     return digits if len(digits) <= MAX_DIGITS else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
-def description(chart: Chart) -> str:
+def describe_chart(chart: Chart) -> str:
     """Describe the chart in words, for its alternative text."""
-    lines = [line_in_words(series) for series in chart.series]
+    lines = [describe_line(series) for series in chart.series]
     steps = "step 1" if chart.steps == 1 else f"steps 1 to {chart.steps:,}"
     return f"{chart.title}, {chart.note}, {steps}. {' '.join(lines)}"
 
 
-def line_in_words(series: Series) -> str:
+def describe_line(series: Series) -> str:
     """Describe the first, last and extreme values of a line in words."""
-    first = series.points[0]
-    last = series.points[-1]
+    first_point = series.points[0]
+    last_point = series.points[-1]
     if len(series.points) == 1:
-        return f"{series.name}: {first.value:.4g} at step {first.step:,.0f}."
-    lows = [Point(part.step, part.low) for part in series.ranges] or series.points
-    highs = [Point(part.step, part.high) for part in series.ranges] or series.points
-    lowest = min(lows, key=lambda point: point.value)
-    highest = max(highs, key=lambda point: point.value)
+        return f"{series.name}: {describe_point(first_point)}."
+    lows = [Point(values.step, values.low) for values in series.ranges] or series.points
+    highs = [Point(values.step, values.high) for values in series.ranges] or series.points
+    lowest_point = min(lows, key=lambda point: point.value)
+    highest_point = max(highs, key=lambda point: point.value)
     return (
-        f"{series.name}: {first.value:.4g} at step {first.step:,.0f}, {last.value:.4g} at step {last.step:,.0f}, "
-        f"lowest {lowest.value:.4g} at step {lowest.step:,.0f}, highest {highest.value:.4g} at step "
-        f"{highest.step:,.0f}."
+        f"{series.name}: {describe_point(first_point)}, {describe_point(last_point)}, "
+        f"lowest {describe_point(lowest_point)}, highest {describe_point(highest_point)}."
     )
+
+
+def describe_point(point: Point) -> str:
+    """Return the value and the step of a point as text, such as "0.25 at step 1,000"."""
+    return f"{point.value:.4g} at step {point.step:,.0f}"
 
 
 # A separate SVG file
@@ -536,7 +546,7 @@ class CurvesPicture(NamedTuple):
     words: str
 
 
-def picture(path: Path) -> CurvesPicture:
+def draw_picture(path: Path) -> CurvesPicture:
     """Draw the main charts of all training phases as one SVG file that supports light and dark mode.
 
     Raises:
@@ -546,7 +556,7 @@ def picture(path: Path) -> CurvesPicture:
     words: list[str] = []
     for phase in read_phases(path):
         charts = [chart for chart in main_charts(phase) if chart.series]
-        words += [f"{phase.name}: {description(chart)}" for chart in charts]
+        words += [f"{phase.name}: {describe_chart(chart)}" for chart in charts]
         if charts:
             rows.append(charts)
     if not rows:
@@ -557,8 +567,8 @@ def picture(path: Path) -> CurvesPicture:
     y = gap
     for charts in rows:
         for column, chart in enumerate(charts):
-            parts.append(draw(chart, x=gap + column * (WIDTH + gap), y=y))
-        y += max(height_of(chart) for chart in charts) + gap
+            parts.append(draw_chart(chart, x=gap + column * (WIDTH + gap), y=y))
+        y += max(chart_height(chart) for chart in charts) + gap
     style = (Path(__file__).parent / "charts.css").read_text(encoding="utf-8")
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {y}" width="{width}" height="{y}">'

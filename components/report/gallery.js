@@ -8,12 +8,12 @@ const controls = find("controls"), viewer = find("viewer"), cards = find("cards"
 const field = name => controls.elements[name];
 
 function make(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children.filter(child => child !== null));
-  return made;
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children.filter(child => child !== null));
+  return element;
 }
 
-// ---- what is known of a pair ----
+// ---- facts about a pair ----
 const MEASURE = TWO ? "difference" : "score";
 const protocolOf = pair => field("protocol").value || Object.keys(pair.scores)[0];
 function scoreOf(pair, run, column = Number(field("column").value)) {
@@ -52,7 +52,7 @@ const JUDGED = TWO ? {
 const said = (pair, run) => pair.captions[run].clauses.map(part => part[0]).join("\n");
 const byPlace = (a, b) => a.place - b.place;
 const byId = (a, b) => a.id < b.id ? -1 : a.id > b.id ? 1 : 0;
-function byMeasure(sign, of = value => value) {  // pairs without a score stand last
+function byMeasure(sign, of = value => value) {  // pairs without a score come last
   return (a, b) => {
     const x = measure(a), y = measure(b);
     if (x === null || y === null) return (x === null) - (y === null) || byId(a, b);
@@ -66,13 +66,13 @@ const ORDERS = {
 };
 let each = false, shown = [], drawn = 0, opened = -1;
 
-function chosen() {
+function matchingPairs() {
   const text = field("text").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
   const dataset = field("dataset").value, protocol = field("protocol").value, type = field("type").value;
   const group = GROUPS[field("changes").value], judged = JUDGED[field("grade").value];
   const bound = name => field(name).value === "" ? null : Number(field(name).value) / 100;
   const low = bound("low"), high = bound("high");
-  const found = PAIRS.filter(pair => {
+  const matches = PAIRS.filter(pair => {
     if (dataset && pair.dataset !== dataset || protocol && !(protocol in pair.scores)) return false;
     if (type && !pair.types.includes(type) || !group(pair) || !judged(pair)) return false;
     if (low !== null || high !== null) {
@@ -81,12 +81,12 @@ function chosen() {
     }
     return text.every(word => pair.words.includes(word));
   });
-  return (each ? medians(found) : found).sort(ORDERS[field("sort").value]);
+  return (each ? medians(matches) : matches).sort(ORDERS[field("sort").value]);
 }
 
 const kindOf = pair => changes(pair) > 1 ? "several" : title(pair) + " " + (pair.types.length ? "" : pair.dataset);
 const KINDS = new Set(PAIRS.map(kindOf)).size;
-function medians(pairs) {  // of each kind of pair the one with the median score
+function medians(pairs) {  // returns the pair with the median score for each kind of pair
   const kinds = new Map();
   for (const pair of pairs) {
     const kind = kindOf(pair);
@@ -95,7 +95,7 @@ function medians(pairs) {  // of each kind of pair the one with the median score
   return [...kinds.values()].map(members => members.sort(byMeasure(1))[members.length >> 1]);
 }
 
-// ---- views: a press sets several controls ----
+// ---- views: a button sets several controls ----
 const VIEWS = (TWO ? [
   ["Differ most", {sort: "most"}], [`${PAGE.runs[1]} better`, {sort: "high"}], [`${PAGE.runs[0]} better`, {sort: "low"}], ["All, by id", {sort: "id"}],
 ] : [
@@ -117,16 +117,16 @@ function fill(name, options, keep = options.length > 1) {
   field(name).replaceChildren(...options.map(([value, text]) => make("option", {value, textContent: text})));
   field(name).closest("label").hidden = !keep;
 }
-const named = names => names.map((name, place) => [String(place), name]);
+const asOptions = names => names.map((name, place) => [String(place), name]);
 function setUp() {
   const has = group => PAIRS.some(group);
   fill("dataset", [["", "all"], ...PAGE.datasets.map(name => [name, name])], PAGE.datasets.length > 1);
-  fill("protocol", [["", "first of each dataset"], ...named(PAGE.protocols)], PAGE.protocols.length > 1);
+  fill("protocol", [["", "first of each dataset"], ...asOptions(PAGE.protocols)], PAGE.protocols.length > 1);
   fill("type", [["", "any"], ...PAGE.types.map(type => [type, type])], PAGE.types.length > 1);
   fill("changes", [["", "any number"], ["one", "one"], ["several", "several"], ["none", "none"]].filter(([key]) => has(GROUPS[key])));
   fill("grade", TWO ? [["", "any"], ["differ", "captions differ"], ...(PAGE.graded ? [["gained", `all right in ${PAGE.runs[1]} only`], ["lost", `all right in ${PAGE.runs[0]} only`]] : [])]
     : [["", "any"], ["right", "all right"], ["type", "type right"], ["wrong", "not all right"]], TWO || PAGE.graded);
-  fill("column", named(PAGE.columns));
+  fill("column", asOptions(PAGE.columns));
   fill("sort", [...(PAGE.columns.length ? [["low", `lowest ${MEASURE} first`], ["high", `highest ${MEASURE} first`]] : []), ...(TWO ? [["most", "largest difference first"]] : []), ["id", "id"], ["type", "type"], ["order", "order of the records"]]);
   field("low").closest("label").hidden = !PAGE.columns.length;
   for (const [text, view] of VIEWS) find("views").append(make("button", {type: "button", textContent: text, onclick: () => applyView(view)}));
@@ -137,7 +137,7 @@ function setUp() {
 // ---- cards ----
 function refresh() {
   find("range-name").textContent = `${PAGE.columns[field("column").value] || "score"}${TWO ? " difference" : ""} from, to`;
-  shown = chosen();
+  shown = matchingPairs();
   drawn = 0;
   cards.replaceChildren();
   find("count").textContent = shown.length === PAIRS.length ? `${PAIRS.length} pairs` : `${shown.length} of ${PAIRS.length} pairs`;
@@ -170,20 +170,20 @@ function scoreText(pair) {
   return name ? `${name} ${TWO ? signed(measure(pair)) : times100(measure(pair))}` : "";
 }
 function card(pair, place) {
-  const made = make("article", {className: "card", tabIndex: 0, onclick: () => open(place)});
-  made.dataset.id = pair.id;
-  made.setAttribute("aria-label", `${title(pair)}: open`);
-  made.append(make("header", {}, make("b", {textContent: title(pair)}), make("span", {textContent: scoreText(pair)})));
+  const element = make("article", {className: "card", tabIndex: 0, onclick: () => open(place)});
+  element.dataset.id = pair.id;
+  element.setAttribute("aria-label", `${title(pair)}: open`);
+  element.append(make("header", {}, make("b", {textContent: title(pair)}), make("span", {textContent: scoreText(pair)})));
   if (pair.images) {
     const [before, after, heat] = pair.images;
-    made.append(make("div", {className: heat ? "trio" : "trio two"}, picture(before, "before", "before"), picture(after, "after", "after"),
+    element.append(make("div", {className: heat ? "trio" : "trio two"}, picture(before, "before", "before"), picture(after, "after", "after"),
       heat ? picture(heat, "saliency map", "after, with the outlines of its saliency map") : null));
-  } else made.append(forbidden(pair));
-  PAGE.runs.forEach((_, run) => made.append(...captionOf(pair, run)));
+  } else element.append(forbidden(pair));
+  PAGE.runs.forEach((_, run) => element.append(...captionOf(pair, run)));
   const others = pair.references.length - 1;
-  made.append(make("div", {className: "truth"}, make("p", {className: "small", textContent: others ? `closest of ${pair.references.length} references` : "reference"}), make("q", {textContent: pair.references[0] || "(empty)"})));
-  made.append(make("p", {className: "id", textContent: pair.id}));
-  return made;
+  element.append(make("div", {className: "truth"}, make("p", {className: "small", textContent: others ? `closest of ${pair.references.length} references` : "reference"}), make("q", {textContent: pair.references[0] || "(empty)"})));
+  element.append(make("p", {className: "id", textContent: pair.id}));
+  return element;
 }
 const forbidden = pair => make("p", {className: "small quiet", textContent: `Images not shown: the licence of ${pair.dataset} does not allow it.`});
 
@@ -221,9 +221,9 @@ function scoreTable(pair) {
   return make("div", {className: "scroll"}, make("table", {className: "narrow"}, make("thead", {}, head), make("tbody", {}, ...rows)));
 }
 function showAfter() {
-  const [, after, heat] = shown[opened].images, wanted = find("heat");
-  if (wanted) find("heat-label").hidden = !heat;
-  find("slide-after").src = wanted && wanted.checked && heat ? heat : after;
+  const [, after, heat] = shown[opened].images, heatBox = find("heat");
+  if (heatBox) find("heat-label").hidden = !heat;
+  find("slide-after").src = heatBox && heatBox.checked && heat ? heat : after;
 }
 function slide(value) {
   find("slider").value = value;
@@ -236,7 +236,7 @@ controls.addEventListener("input", event => { each = each && ["dataset", "protoc
 controls.addEventListener("submit", event => event.preventDefault());
 find("clear").onclick = () => { field("dataset").value = field("protocol").value = ""; applyView({sort: field("sort").value}); };
 find("more").firstElementChild.onclick = drawMore;
-// a gallery with sections below it grows at a press alone, or nobody would reach them
+// if sections follow the gallery, only the button adds pairs; otherwise nobody could scroll to the sections
 if ("IntersectionObserver" in window && !PAGE.first) new IntersectionObserver(seen => { if (seen.some(entry => entry.isIntersecting) && drawn) drawMore(); }, {rootMargin: "800px"}).observe(find("more"));
 find("previous").onclick = () => step(-1);
 find("next").onclick = () => step(1);
@@ -254,7 +254,7 @@ document.addEventListener("click", event => {
   const button = event.target.closest("[data-copy]");
   if (button) copy(button, button.parentElement.nextElementSibling);
 });
-function copy(button, source) {  // where the clipboard is not allowed the text stays selected
+function copy(button, source) {  // if the clipboard cannot be used, the text stays selected
   const name = button.textContent, done = text => { button.textContent = text; setTimeout(() => { button.textContent = name; }, 1500); };
   getSelection().selectAllChildren(source);
   const byHand = () => done(document.execCommand("copy") ? "copied" : "selected: press Ctrl+C");
@@ -263,9 +263,9 @@ function copy(button, source) {  // where the clipboard is not allowed the text 
 }
 document.addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const way = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+  const direction = {ArrowLeft: -1, ArrowRight: 1}[event.key];
   if (viewer.open) {
-    if (way) { event.preventDefault(); step(way); }
+    if (direction) { event.preventDefault(); step(direction); }
     else if (event.key === "s" && find("heat")) { find("heat").checked = !find("heat").checked; if (shown[opened].images) showAfter(); }
     else if ((event.key === "ArrowUp" || event.key === "ArrowDown") && shown[opened].images && event.target !== find("slider")) {
       event.preventDefault(); slide(Number(find("slider").value) + (event.key === "ArrowUp" ? 1 : -1));
@@ -279,17 +279,17 @@ document.addEventListener("keydown", event => {
   } else if (event.target.classList?.contains("card")) {
     const place = [...cards.children].indexOf(event.target);
     if (event.key === "Enter") open(place);
-    else if (way) { event.preventDefault(); if (place + way >= drawn) drawMore(); cards.children[place + way]?.focus(); }
+    else if (direction) { event.preventDefault(); if (place + direction >= drawn) drawMore(); cards.children[place + direction]?.focus(); }
   }
 });
 
 // ---- tables and folded parts ----
-function reveal() {  // a link into a folded part opens it
+function reveal() {  // opens a folded part if the link points into it
   const target = location.hash.length > 1 ? find(decodeURIComponent(location.hash.slice(1))) : null;
   for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
   if (target) target.scrollIntoView();
 }
-function markCutTables() {  // those that are wider than the window say so
+function markCutTables() {  // shows a hint below tables that are wider than the window
   if (!("ResizeObserver" in window)) return;
   const widths = new ResizeObserver(entries => entries.forEach(({target}) => target.classList.toggle("cut", target.scrollWidth > target.clientWidth + 1)));
   document.querySelectorAll(".scroll").forEach(table => widths.observe(table));

@@ -11,7 +11,7 @@ import numpy as np
 
 from m3diff.records.progress import progress
 from m3diff.report.images import ImageRights, draw_images, link_images
-from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, type_order
+from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, change_type_order
 from m3diff.scoring.metrics import Metric, PairValue
 from m3diff.scoring.pairs import EvalPair
 
@@ -39,25 +39,25 @@ class RunPairs(NamedTuple):
         return next(pairs[pair_id] for pairs in self.pairs.values() if pair_id in pairs)
 
 
-def gallery(
+def build_gallery(
     runs: Sequence[RunPairs],
     metrics: Mapping[str, Metric],
     rights: Mapping[str, ImageRights],
     saliency: Mapping[str, np.ndarray],
     folder: Path,
-    limit: int,
+    embedded_bytes: int,
 ) -> dict[str, Any]:
     """Return all pairs in the format that the page's script reads. All runs must have the same pairs.
 
     Args:
         rights: image rights by dataset.
         saliency: saliency maps by pair id.
-        folder, limit: see `link_images`.
+        folder, embedded_bytes: see `link_images`.
 
     Raises:
         DataError: an image is missing or changed since ingest.
     """
-    columns = number_columns(metrics)
+    columns = list_number_columns(metrics)
     first_run = runs[0]
     protocols = list(first_run.pairs)
     pairs: dict[str, EvalPair] = {}
@@ -65,45 +65,51 @@ def gallery(
         for pair in pairs_of_protocol.values():
             pairs.setdefault(pair.id, pair)
     images = list(progress(draw_images(pairs.values(), rights, saliency), "evaluate: images", len(pairs), "pair"))
-    links = link_images((image for pair_images in images for image in pair_images or () if image), folder, limit)
+    drawn_images: list[bytes] = []
+    for pair_images in images:
+        drawn_images += [image for image in pair_images or () if image]
+    links = link_images(drawn_images, folder, embedded_bytes)
     entries = []
     for pair, pair_images in zip(pairs.values(), images, strict=True):
-        entry = pair_entry(pair, runs, columns)
+        entry = make_pair_entry(pair, runs, columns)
         entry["images"] = None if pair_images is None else [links[image] if image else None for image in pair_images]
         entries.append(entry)
-    captions_read = sum(not caption.is_unreadable for caption in runs[-1].parsed.values())
+    change_types: set[str] = set()
+    for pair in pairs.values():
+        change_types |= set(pair.change_types)
+    readable_captions = sum(not caption.is_unreadable for caption in runs[-1].parsed.values())
     return {
         "runs": [run.name for run in runs],
         "columns": columns,
         "protocols": protocols,
         "datasets": list(dict.fromkeys(pair.dataset for pair in pairs.values())),
-        "types": sorted({change_type for pair in pairs.values() for change_type in pair.change_types}, key=type_order),
-        "graded": 2 * captions_read > len(pairs),  # whether a grammar can read most captions
+        "types": sorted(change_types, key=change_type_order),
+        "graded": 2 * readable_captions > len(pairs),  # whether a grammar can read most captions
         "saliency": bool(saliency),
         "pairs": entries,
     }
 
 
-def number_columns(metrics: Mapping[str, Metric]) -> list[str]:
+def list_number_columns(metrics: Mapping[str, Metric]) -> list[str]:
     """Return the columns of scores.parquet that contain one number per pair, the headline scores first."""
-    headlines = {metric.headline for metric in metrics.values()}
+    headline_scores = {metric.headline for metric in metrics.values()}
     columns: list[str] = []
     for metric in metrics.values():
         columns += [name for name, arrow_type in metric.columns.items() if arrow_type in NUMBER_TYPES]
-    return sorted(columns, key=lambda name: name not in headlines)
+    return sorted(columns, key=lambda name: name not in headline_scores)
 
 
-def pair_entry(pair: EvalPair, runs: Sequence[RunPairs], columns: Sequence[str]) -> dict[str, Any]:
+def make_pair_entry(pair: EvalPair, runs: Sequence[RunPairs], columns: Sequence[str]) -> dict[str, Any]:
     """Return the gallery's entry for a pair: texts, marks, and scores by protocol number. Images are added later."""
     captions = []
     for run in runs:
         pair_of_run = run.pair_of_first_protocol(pair.id)
-        captions.append(caption_entry(pair_of_run, run.parsed.get(pair.id)))
+        captions.append(make_caption_entry(pair_of_run, run.parsed.get(pair.id)))
     scores = {}
     for number, (protocol, pairs_of_protocol) in enumerate(runs[0].pairs.items()):
         if pair.id in pairs_of_protocol:
             scores[str(number)] = [
-                [rounded(run.scores[protocol][pair.id].get(column)) for column in columns] for run in runs
+                [round_score(run.scores[protocol][pair.id].get(column)) for column in columns] for run in runs
             ]
     last_prediction = runs[-1].pair_of_first_protocol(pair.id).prediction
     return {
@@ -111,17 +117,17 @@ def pair_entry(pair: EvalPair, runs: Sequence[RunPairs], columns: Sequence[str])
         "dataset": pair.dataset,
         "types": pair.change_types,
         "captions": captions,
-        "references": most_similar_first(last_prediction, pair.references),
+        "references": sort_by_similarity(last_prediction, pair.references),
         "scores": scores,
     }
 
 
-def rounded(value: PairValue) -> float | None:
+def round_score(value: PairValue) -> float | None:
     """Return a score rounded to five decimals, or None if it is not a number."""
     return round(float(value), 5) if isinstance(value, int | float) else None
 
 
-def caption_entry(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any]:
+def make_caption_entry(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any]:
     """Return the gallery's entry for a prediction, clause by clause.
 
     Args:
@@ -138,22 +144,22 @@ def caption_entry(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any
         clauses = [(pair.prediction, [("nothing changed", pair.is_distractor)])]
     else:
         texts_and_clauses = zip(parsed.clause_texts, parsed.predicted_clauses, strict=True)
-        clauses = [(text, clause_marks(parsed, clause)) for text, clause in texts_and_clauses]
+        clauses = [(text, mark_clause_parts(parsed, clause)) for text, clause in texts_and_clauses]
     missed = 0 if pair.is_distractor else parsed.true_types.total() - parsed.named_changes.type
-    if parsed.correct.exact:
+    if parsed.correctness.exact:
         grade = 2
-    elif parsed.correct.type:
+    elif parsed.correctness.type:
         grade = 1
     else:
         grade = 0
     return {"clauses": clauses, "missed": missed, "grade": grade}
 
 
-def clause_marks(parsed: ParsedCaption, clause: Clause) -> list[PartMark]:
+def mark_clause_parts(parsed: ParsedCaption, clause: Clause) -> list[PartMark]:
     """Return each part that a clause names and whether it is right. If the type is wrong, return only the type."""
     if clause.type == UNREADABLE:
         return [("not understood", False)]
-    agreement = parsed.agreement(clause)
+    agreement = parsed.compare_with_references(clause)
     marks = [(clause.type, agreement.type)]
     if not agreement.type:
         return marks
@@ -166,7 +172,7 @@ def clause_marks(parsed: ParsedCaption, clause: Clause) -> list[PartMark]:
     return marks
 
 
-def most_similar_first(prediction: str, references: Iterable[str]) -> list[str]:
+def sort_by_similarity(prediction: str, references: Iterable[str]) -> list[str]:
     """Sort references by the words that they share with the prediction (Jaccard index), most similar first."""
     predicted_words = set(prediction.casefold().split())
 

@@ -34,7 +34,7 @@ class ImageRights(NamedTuple):
     note: str | None
 
 
-def rights_of(spec: DatasetSpec) -> ImageRights:
+def find_image_rights(spec: DatasetSpec) -> ImageRights:
     """Return whether the licence of a dataset permits showing its images, and the condition or reason."""
     try:
         return ImageRights(True, check_licence(spec, "show"))
@@ -42,16 +42,16 @@ def rights_of(spec: DatasetSpec) -> ImageRights:
         return ImageRights(False, f"{spec.licence.name}: {spec.licence.show.reason}")
 
 
-def link_images(images: Iterable[bytes], folder: Path, limit: int) -> dict[bytes, str]:
+def link_images(images: Iterable[bytes], folder: Path, embedded_bytes: int) -> dict[bytes, str]:
     """Return the URL of each WebP image for the page.
 
-    If all images together add at most `limit` bytes to the page, they are embedded as data URLs. Otherwise they are
-    written to `folder`. Images of an earlier page are removed from the folder.
+    If all images together add at most `embedded_bytes` bytes to the page, they are embedded as data URLs. Otherwise
+    they are written to `folder`. Images of an earlier page are removed from the folder.
     """
     for old_image in folder.glob("*.webp"):
         old_image.unlink()
     distinct_images = set(images)
-    if BASE64 * sum(map(len, distinct_images)) <= limit:
+    if BASE64 * sum(map(len, distinct_images)) <= embedded_bytes:
         return {image: "data:image/webp;base64," + base64.b64encode(image).decode() for image in distinct_images}
     folder.mkdir(parents=True, exist_ok=True)
     links = {}
@@ -73,7 +73,7 @@ def load_small(path: Path, sha256: bytes) -> Image.Image:
     return image
 
 
-def as_webp(image: Image.Image) -> bytes:
+def encode_webp(image: Image.Image) -> bytes:
     """Encode an image as WebP."""
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=88, method=4)
@@ -118,9 +118,9 @@ def draw_images(
         before = load_small(pair.before, pair.before_sha256)
         pair_saliency = saliency.get(pair.id)
         return PairImages(
-            before=as_webp(before),
-            after=as_webp(after),
-            outlined=None if pair_saliency is None else as_webp(draw_outlines(after, pair_saliency)),
+            before=encode_webp(before),
+            after=encode_webp(after),
+            outlined=None if pair_saliency is None else encode_webp(draw_outlines(after, pair_saliency)),
         )
 
     with ThreadPoolExecutor(usable_cpus()) as pool:

@@ -18,7 +18,7 @@ from m3diff.records.errors import data_error_if_unreadable
 from m3diff.records.files import write_atomic
 
 DECISIVE_PATHS = ("components", "params.yaml", "dvc.yaml")  # together with the data, these determine the result
-MADE = "made.js"  # file next to report.html
+CREATION_NOTE = "made.js"  # file next to report.html
 # The key of a page is also in its made.js, so that the page ignores the made.js of another page
 PAGE_KEY = re.compile(r'data-key="([0-9a-f]{16})"')
 
@@ -39,7 +39,7 @@ class Origin:
     warnings: Sequence[str] = ()
 
 
-def origin_of_training(folder: Path) -> Origin:
+def read_origin(folder: Path) -> Origin:
     """Return the origin of captions that the model in `folder` wrote. Empty if `folder` does not contain report.json.
 
     Args:
@@ -54,7 +54,7 @@ def origin_of_training(folder: Path) -> Origin:
     with data_error_if_unreadable(file, "files.unreadable_stage_output", writer="train"):
         report = json.loads(file.read_text(encoding="utf-8"))
         settings = report["settings"]
-        facts = dict(facts_of_model(settings)) | dict(facts_of_training(settings, report))
+        facts = dict(list_model_facts(settings)) | dict(list_training_facts(settings, report))
     curves = folder / "curves.csv"
     return Origin(
         facts=facts,
@@ -64,7 +64,7 @@ def origin_of_training(folder: Path) -> Origin:
     )
 
 
-def facts_of_model(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def list_model_facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield facts about the model: its name, its base and its learning rates."""
     model = settings["model"]
     family = settings["family"]
@@ -73,58 +73,59 @@ def facts_of_model(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Learning rates", ", ".join(f"{part} {rate:g}" for part, rate in settings["rates"].items())
 
 
-def facts_of_training(settings: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def list_training_facts(settings: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield facts about the training: length, alignment phase if there was one, parameters, and exported step."""
-    steps = counted(report["steps"], "step")
-    captions = counted(report["rows_out"], "caption")
+    steps = format_count(report["steps"], "step")
+    captions = format_count(report["rows_out"], "caption")
     epochs = "1 epoch" if settings["epochs"] == 1 else f"{settings['epochs']:g} epochs"
     batch = settings["global_batch"]
     yield "Training", f"{steps} of {batch} sequences ({epochs}, {captions}), seed {settings['seed']}"
     if alignment := report.get("alignment"):
-        steps_before = counted(alignment["steps"], "step")
-        captions_before = counted(alignment["captions"], "caption")
+        steps_before = format_count(alignment["steps"], "step")
+        captions_before = format_count(alignment["captions"], "caption")
         yield "Alignment before it", f"{steps_before} ({captions_before})"
     lora = settings.get("lora", {})
     adapters = f"; LoRA of rank {lora['rank']}, alpha {lora['alpha']}" if lora.get("rank") else ""
-    trained = millions(report["parameters_trainable"])
-    yield "Parameters", f"{trained} trained, {millions(report['parameters_frozen'])} frozen{adapters}"
+    trained_parameters = format_millions(report["parameters_trainable"])
+    frozen_parameters = format_millions(report["parameters_frozen"])
+    yield "Parameters", f"{trained_parameters} trained, {frozen_parameters} frozen{adapters}"
     if report["exported_step"] != report["steps"]:
-        yield "Checkpoint", f"that of step {report['exported_step']:,}, the best by CIDEr of validation"
+        yield "Checkpoint", f"step {report['exported_step']:,}, which has the highest CIDEr on validation pairs"
 
 
-def counted(count: float, word: str) -> str:
+def format_count(count: float, word: str) -> str:
     """Return a number with its noun, such as "1 step" or "2,000 steps"."""
     return f"{count:,.0f} {word if count == 1 else f'{word}s'}"
 
 
-def millions(count: int) -> str:
+def format_millions(count: int) -> str:
     """Return a number in millions, such as "7.62 M"."""
     return f"{count / 1e6:,.2f} M"
 
 
-def write_made(folder: Path) -> None:
+def write_creation_note(folder: Path) -> None:
     """Write `folder`/made.js with the code's commit and date, and the time when `folder`/report.html was created."""
     key = PAGE_KEY.search((folder / "report.html").read_text(encoding="utf-8"))
     assert key is not None, f"{folder / 'report.html'}: has no key"
-    drawn = f"page drawn on {day(time.time())}, {time.strftime('%H:%M', time.gmtime())} UTC"
-    text = "; ".join([*committed_code(), drawn])
-    write_atomic(folder / MADE, f"made({json.dumps(key[1])}, {json.dumps(text)})\n")
+    created = f"page created on {format_day(time.time())}, {time.strftime('%H:%M', time.gmtime())} UTC"
+    text = "; ".join([*describe_commit(), created])
+    write_atomic(folder / CREATION_NOTE, f"made({json.dumps(key[1])}, {json.dumps(text)})\n")
 
 
-def committed_code() -> Iterator[str]:
+def describe_commit() -> Iterator[str]:
     """Yield the last commit that changed code or parameters, with its date in UTC, or nothing without a repository."""
     try:
         commit_and_time = git("log", "-1", "--format=%H %ct", "--", *DECISIVE_PATHS)
-        changed = git("status", "--porcelain", "--", *DECISIVE_PATHS)
+        changes = git("status", "--porcelain", "--", *DECISIVE_PATHS)
     except GitError:
         return
     if commit_and_time:
         commit, seconds = commit_and_time.split()
-        edited = ", with changes that were not committed" if changed else ""
-        yield f"last changed in commit {commit[:8]} of {day(int(seconds))}{edited}"
+        note = ", with changes that were not committed" if changes else ""
+        yield f"last changed in commit {commit[:8]} of {format_day(int(seconds))}{note}"
 
 
-def day(seconds: float) -> str:
+def format_day(seconds: float) -> str:
     """Return the date of a POSIX time in UTC, such as "5 March 2026"."""
     date = time.gmtime(seconds)
     return f"{date.tm_mday} {time.strftime('%B %Y', date)}"

@@ -15,26 +15,26 @@ from typing import Any, NamedTuple
 from m3diff.datasets.spec import DatasetSpec
 from m3diff.records.files import write_atomic
 from m3diff.report.curves import draw_phase, read_phases
-from m3diff.report.gallery import RunPairs, gallery
-from m3diff.report.images import MB, read_saliency, rights_of
-from m3diff.report.origin import MADE, Origin
+from m3diff.report.gallery import RunPairs, build_gallery
+from m3diff.report.images import MB, find_image_rights, read_saliency
+from m3diff.report.origin import CREATION_NOTE, Origin
 from m3diff.report.score_tables import (
     describe_pairs,
     describe_rules,
     group_table,
     headline_table,
-    overview,
+    overview_table,
     published_table,
     type_table,
 )
-from m3diff.report.tables import file_name_of
-from m3diff.report.templates import templates
-from m3diff.report.verdict import verdict_of
+from m3diff.report.tables import file_name_of_protocol
+from m3diff.report.templates import load_templates
+from m3diff.report.verdict import judge_learning_by_scores
 from m3diff.scoring import bootstrap
-from m3diff.scoring.grammar import ParsedCaption, type_order
-from m3diff.scoring.metrics import BY_CHARACTERS, Metric, PairValue
-from m3diff.scoring.protocols import ProtocolPairs, headline_protocols
-from m3diff.scoring.published import published_of
+from m3diff.scoring.grammar import ParsedCaption, change_type_order
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
+from m3diff.scoring.protocols import ProtocolPairs, select_headline_protocols
+from m3diff.scoring.published import find_published_rows
 from m3diff.scoring.results import EvaluateReport, ProtocolScores
 
 NO_KEY = "0" * 16  # placeholder for the page's key, which is a hash of the page
@@ -68,35 +68,35 @@ class Evidence:
     origin: Origin = field(default_factory=Origin)
 
 
-def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
+def write_report(evidence: Evidence, out: Path, embedded_mb: int) -> None:
     """Write `out`/report.html and the folder `out`/images, which is empty if the images are embedded in the page.
 
     Args:
-        inside_mb: limit in MB for images embedded in the page. Above it, all images are written to the folder.
+        embedded_mb: limit in MB for images embedded in the page. Above it, all images are written to the folder.
 
     Raises:
         DataError: an image is missing or changed since ingest.
     """
     images = out / "images"
     images.mkdir(parents=True, exist_ok=True)
-    values = page_values(evidence, images, inside_mb)
-    text = templates().get_template("report.html.j2").render(key=NO_KEY, **values)
+    values = page_values(evidence, images, embedded_mb)
+    text = load_templates().get_template("report.html.j2").render(key=NO_KEY, **values)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     write_atomic(out / "report.html", text.replace(NO_KEY, key, 1))
-    # clear the file, which may contain the commit of an earlier page; `write_made` fills it in later
-    write_atomic(out / MADE, "")
+    # clear the file, which may contain the commit of an earlier page; `write_creation_note` fills it in later
+    write_atomic(out / CREATION_NOTE, "")
 
 
-def page_values(evidence: Evidence, images: Path, inside_mb: int) -> dict[str, Any]:
+def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str, Any]:
     """Return the values for the page's template.
 
     Args:
         images: folder for images that are not embedded in the page.
     """
     scores = evidence.report.protocols
-    rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
+    rights = {dataset: find_image_rights(spec) for dataset, spec in evidence.specs.items()}
     saliency = read_saliency(evidence.saliency) if evidence.saliency.is_file() else {}
-    columns = table_columns(evidence.metrics, scores)
+    columns = choose_columns(evidence.metrics, scores)
     run = RunPairs(
         name="this run",
         pairs={protocol.name: {pair.id: pair for pair in protocol.pairs} for protocol in evidence.protocols},
@@ -104,9 +104,10 @@ def page_values(evidence: Evidence, images: Path, inside_mb: int) -> dict[str, A
         parsed=evidence.parsed,
     )
     main_protocol = evidence.protocols[0]
-    headlines = headline_protocols(evidence.protocols)
-    parts = protocol_parts(evidence, columns)
-    descriptions = {protocol.name: describe_pairs(protocol.protocol) for protocol in evidence.protocols}
+    headline_protocols = select_headline_protocols(evidence.protocols)
+    parts = describe_protocols(evidence, columns)
+    gallery = build_gallery([run], evidence.metrics, rights, saliency, images, embedded_mb * MB)
+    descriptions = {protocol.name: describe_pairs(protocol.rules) for protocol in evidence.protocols}
     origin = evidence.origin
     trainings = read_phases(origin.curves) if origin.curves else []
     last_training = trainings[-1] if trainings else None
@@ -114,25 +115,35 @@ def page_values(evidence: Evidence, images: Path, inside_mb: int) -> dict[str, A
         report=evidence.report,
         origin=origin,
         trainings=[draw_phase(training) for training in trainings],
-        verdict=verdict_of(headlines, scores, last_training, origin.base),
-        headline_scores=headline_table(evidence.report, [protocol.name for protocol in headlines]),
+        verdict=judge_learning_by_scores(headline_protocols, scores, last_training, origin.base),
+        headline_table=headline_table(evidence.report, [protocol.name for protocol in headline_protocols]),
         datasets=list(dict.fromkeys(protocol.dataset for protocol in evidence.protocols)),
-        first=scores[main_protocol.name],
-        columns=columns.headlines,
-        overview=overview(scores, columns.headlines, descriptions, evidence.notes),
+        main_scores=scores[main_protocol.name],
+        columns=columns.headline_scores,
+        percentage_titles=percentage_titles(),
+        overview=overview_table(scores, columns.headline_scores, descriptions, evidence.notes),
         parts=parts,
         published=[part for part in parts if part["published"] and part["is_headline"]],
         confusion=confusion_table(judged_captions(evidence, main_protocol)),
-        gallery=gallery([run], evidence.metrics, rights, saliency, images, inside_mb * MB) | {"first": FIRST_CARDS},
+        gallery=gallery | {"first": FIRST_CARDS},
         gallery_title="All pairs",
-        gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
+        gallery_note="All test pairs with the captions of the model. Open a pair to slide between its images.",
         image_rights=rights,
         has_saliency=bool(saliency),
-        absent_scores=absent_scores(headlines, scores),
+        absent_scores=absent_scores(headline_protocols, scores),
         control_pairs=sum(pair.shuffled_prediction is not None for pair in main_protocol.pairs),
         fewest_pairs=bootstrap.MIN_PAIRS,
         few_pairs=[name for name, values in scores.items() if values.pairs < bootstrap.MIN_PAIRS],
     )
+
+
+def percentage_titles() -> dict[str, str]:
+    """Return the scores that are shown as percentages at the top of the page, with their titles."""
+    titles = {}
+    for score, headline in HEADLINE_SCORES.items():
+        if headline.tile_title is not None:
+            titles[score] = headline.tile_title
+    return titles
 
 
 def judged_captions(evidence: Evidence, protocol: ProtocolPairs) -> list[ParsedCaption]:
@@ -153,20 +164,20 @@ class AbsentScore(NamedTuple):
     protocols: list[str]
 
 
-def absent_scores(headlines: Sequence[ProtocolPairs], scores: Mapping[str, ProtocolScores]) -> list[AbsentScore]:
+def absent_scores(protocols: Sequence[ProtocolPairs], scores: Mapping[str, ProtocolScores]) -> list[AbsentScore]:
     """Return the scores that are missing for the first protocol of each dataset.
 
     Protocols for a subset of a dataset are left out, because a subset naturally lacks some scores. For example, pairs
     that all have a change have no score for pairs without one. The page's section on the protocol lists these scores.
     """
     protocols_by_absence: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for protocol in headlines:
+    for protocol in protocols:
         for score, reason in scores[protocol.name].absent.items():
             protocols_by_absence[score, reason].append(protocol.name)
     absences = []
-    for (score, reason), protocols in protocols_by_absence.items():
-        lacked_by_all = len(protocols) == len(headlines)
-        absences.append(AbsentScore(score, reason, [] if lacked_by_all else protocols))
+    for (score, reason), names in protocols_by_absence.items():
+        is_absent_everywhere = len(names) == len(protocols)
+        absences.append(AbsentScore(score, reason, [] if is_absent_everywhere else names))
     return absences
 
 
@@ -174,53 +185,53 @@ class TableColumns(NamedTuple):
     """The scores that tables show.
 
     scores: all scores, for wide tables.
-    headlines: one score per metric, for tiles and narrow tables.
+    headline_scores: one score per metric, for tiles and narrow tables.
     """
 
     scores: list[str]
-    headlines: list[str]
+    headline_scores: list[str]
 
 
-def table_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]) -> TableColumns:
+def choose_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]) -> TableColumns:
     """Choose the scores for tables: word scores or character scores, depending on what the protocols have."""
     computed_scores: set[str] = set()
     for protocol in protocols.values():
         computed_scores |= {name for name, value in protocol.scores.items() if value is not None}
     scores: list[str] = []
-    headlines: list[str] = []
+    headline_scores: list[str] = []
     for metric in metrics.values():
         has_headline = metric.headline in computed_scores
         has_characters_alone = f"{metric.headline}{BY_CHARACTERS}" in computed_scores and not has_headline
         is_left_out = metric.optional and not has_headline
         if metric.scores and not has_characters_alone and not is_left_out:
             scores += metric.scores
-            headlines.append(metric.headline)
-    return TableColumns(scores, headlines)
+            headline_scores.append(metric.headline)
+    return TableColumns(scores, headline_scores)
 
 
-def protocol_parts(evidence: Evidence, columns: TableColumns) -> list[dict[str, Any]]:
+def describe_protocols(evidence: Evidence, columns: TableColumns) -> list[dict[str, Any]]:
     """Return the page's section for each protocol. Only the first protocol of each dataset has a complete section."""
-    headlines = {protocol.name for protocol in headline_protocols(evidence.protocols)}
+    headline_names = {protocol.name for protocol in select_headline_protocols(evidence.protocols)}
     parts = []
     for protocol in evidence.protocols:
         scores = evidence.report.protocols[protocol.name]
-        is_headline = protocol.name in headlines
-        types = sorted(scores.folder("by_type"), key=type_order) if is_headline else []
+        is_headline = protocol.name in headline_names
+        types = sorted(scores.groups_in_folder("by_type"), key=change_type_order) if is_headline else []
         published = None
         if not protocol.counts_characters:  # published scores are computed on words
-            published_rows = published_of(protocol.dataset, protocol.protocol, is_headline)
-            published = published_table(protocol.name, scores, published_rows, protocol.protocol.headline)
+            published_rows = find_published_rows(protocol.dataset, protocol.rules, is_headline)
+            published = published_table(protocol.name, scores, published_rows, protocol.rules.headline)
         parts.append(
             {
                 "name": protocol.name,
-                "id": file_name_of(protocol.name),
-                "pairs": describe_pairs(protocol.protocol),
-                "rules": describe_rules(protocol.protocol, protocol.counts_characters),
+                "id": file_name_of_protocol(protocol.name),
+                "pairs": describe_pairs(protocol.rules),
+                "rules": describe_rules(protocol.rules, protocol.counts_characters),
                 "counts_characters": protocol.counts_characters,
                 "is_headline": is_headline,
                 "published": published,
                 "several": scores.groups.get("multi_change") if is_headline else None,
-                "types": type_table(protocol.name, scores, types, columns.headlines) if types else None,
+                "types": type_table(protocol.name, scores, types, columns.headline_scores) if types else None,
                 "groups": group_table(protocol.name, scores, columns.scores),
                 "absent": scores.absent,
             }
@@ -244,6 +255,6 @@ def confusion_table(captions: Iterable[ParsedCaption]) -> dict[str, Any]:
     for predicted_types in counts.values():
         types |= predicted_types.keys()
     return {
-        "columns": sorted(types, key=type_order),
-        "rows": {true_type: counts[true_type] for true_type in sorted(counts, key=type_order)},
+        "columns": sorted(types, key=change_type_order),
+        "rows": {true_type: counts[true_type] for true_type in sorted(counts, key=change_type_order)},
     }

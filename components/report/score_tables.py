@@ -10,54 +10,44 @@ from m3diff.report.tables import (
     Cell,
     Table,
     TableRow,
-    file_name_of,
-    in_papers_units,
+    file_name_of_protocol,
+    make_cell,
     mark_best,
 )
+from m3diff.scoring.metrics import HEADLINE_SCORES
 from m3diff.scoring.published import PUBLISHED_SCORES, PublishedRow
-from m3diff.scoring.results import HEADLINE, EvaluateReport, ProtocolScores
+from m3diff.scoring.results import EvaluateReport, ProtocolScores
 
 EVERY_ID = ".*"  # regular expression of a protocol that does not select pairs by name
 GROUP_TITLES = {"change": "with a change", "multi_change": "with several changes", "distractors": "without a change"}
 # Columns of the table of change types: title -> name of the group's score
 ACCURACIES = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
-# Titles of the scores for comparing runs. A score that is not listed is shown by its name
-SCORE_TITLES = {
-    "CIDEr_shuffled": "CIDEr of the control: after-images shuffled",
-    "CIDEr_shuffled-char": "CIDEr-char of the control: after-images shuffled",
-    "change_type_accuracy": "one change: its type right, %",
-    "change_place_accuracy": "one change: type, object and place right, %",
-    "change_exact_accuracy": "one change: all of it right, %",
-    "multi_change_exact_f1": "several changes: F1 of those that are all right",
-    "no_change_recall": "pairs without a change: “nothing changed” said, %",
-    "false_no_change": "pairs with a change: “nothing changed” said, %",
-    "reversal": "images swapped: the inverse change named, %",
-    "pixel_window_auc": "change found by comparing pixels alone, area under the curve",
-}
 MARK_NOTES = {
-    PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than papers score: not comparable with published figures.",
-    UNIFORM_MARK: f"{UNIFORM_MARK} Pairs without a change share the same few references. CIDEr counts rare words, so "
-    "it is 0 here whatever the model says. The share of “nothing changed” says how well the model does.",
+    PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than in papers, so these scores cannot be compared with published ones.",
+    UNIFORM_MARK: f"{UNIFORM_MARK} All pairs without a change have the same few references. CIDEr weighs rare words, "
+    "so it is 0 for any caption. The share of captions that say “nothing changed” shows how good the model is.",
 }
 
 
-def row_of(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
+def make_row(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
     """Return the row for all pairs of a protocol: the number of pairs here and in papers, and scores with intervals."""
-    papers = "" if scores.published_pairs is None else f" of {scores.published_pairs:,}"
+    pairs = f"{scores.pairs:,}"
+    if scores.published_pairs is not None:
+        pairs += f" of {scores.published_pairs:,}"
     return TableRow(
         name=name,
-        labels=(f"{scores.pairs:,}{papers}",),
-        cells=tuple(in_papers_units(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
-        marks=marks_of(scores),
+        labels=(pairs,),
+        cells=tuple(make_cell(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
+        marks=choose_marks(scores),
     )
 
 
-def notes_on_marks(rows: Sequence[TableRow]) -> list[str]:
+def explain_marks(rows: Sequence[TableRow]) -> list[str]:
     """Return the notes that explain the marks in the rows."""
     return [note for mark, note in MARK_NOTES.items() if any(mark in row.marks for row in rows)]
 
 
-def marks_of(scores: ProtocolScores) -> tuple[str, ...]:
+def choose_marks(scores: ProtocolScores) -> tuple[str, ...]:
     """Return the marks of a protocol, for fewer pairs than in papers and for CIDEr 0 because no pair has a change."""
     marks = []
     if scores.is_partial:
@@ -68,7 +58,7 @@ def marks_of(scores: ProtocolScores) -> tuple[str, ...]:
     return tuple(marks)
 
 
-def overview(
+def overview_table(
     protocols: Mapping[str, ProtocolScores],
     columns: Sequence[str],
     descriptions: Mapping[str, str],
@@ -81,26 +71,24 @@ def overview(
     """
     rows = []
     for name, scores in protocols.items():
-        row = row_of(name, scores, columns)
+        row = make_row(name, scores, columns)
         rows.append(row._replace(labels=(descriptions.get(name, ""), *row.labels)))
-    return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*notes_on_marks(rows), *notes])
+    return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*explain_marks(rows), *notes])
 
 
-def headline_table(report: EvaluateReport, headlines: Sequence[str]) -> Table:
+def headline_table(report: EvaluateReport, headline_protocols: Sequence[str]) -> Table:
     """Return the table of the scores for comparing runs, which `make run` prints.
 
     Args:
-        headlines: names of the protocols to show as columns: the first protocol of each dataset.
+        headline_protocols: names of the protocols to show as columns: the first protocol of each dataset.
     """
-    protocols = [report.protocols[name] for name in headlines]
+    protocols = [report.protocols[name] for name in headline_protocols]
     rows = []
-    for score in HEADLINE:
-        cells = tuple(
-            in_papers_units(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols
-        )
+    for score, headline in HEADLINE_SCORES.items():
+        cells = tuple(make_cell(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols)
         if any(cell.value is not None for cell in cells):
-            rows.append(TableRow(SCORE_TITLES.get(score, score), (), cells))
-    return Table("headline", ("Score", *headlines), rows)
+            rows.append(TableRow(headline.report_title, (), cells))
+    return Table("headline", ("Score", *headline_protocols), rows)
 
 
 def describe_pairs(protocol: Protocol) -> str:
@@ -115,15 +103,16 @@ def describe_pairs(protocol: Protocol) -> str:
 def describe_rules(protocol: Protocol, counts_characters: bool) -> str:
     """Describe the rules of a protocol in sentences."""
     pairs = describe_pairs(protocol)
-    references = "all its references" if protocol.references == "all" else "its references joined to one text"
-    cut = f", both cut after {protocol.max_words} words" if protocol.max_words else ""
-    tokenizer = "the PTB tokenizer" if protocol.tokenizer == "ptb" else "white space alone"
-    characters = "by characters in scripts without spaces between words, else " if counts_characters else ""
-    sentences = [
-        f"{pairs[0].upper()}{pairs[1:]}.",
-        f"Each caption is compared with {references}{cut}.",
-        f"Words are split {characters}by {tokenizer}.",
-    ]
+    references = "all references of its pair"
+    if protocol.references == "joined":
+        references = "the references of its pair, joined into one text"
+    sentences = [f"{pairs[0].upper()}{pairs[1:]}.", f"Each caption is compared with {references}."]
+    if protocol.max_words:
+        sentences.append(f"All texts are truncated after {protocol.max_words} words.")
+    if counts_characters:
+        sentences.append("In scripts without spaces between words, each character counts as a word.")
+    tokenizer = "by the PTB tokenizer" if protocol.tokenizer == "ptb" else "only at white space"
+    sentences.append(f"Texts are split into words {tokenizer}.")
     return " ".join(sentences)
 
 
@@ -140,26 +129,26 @@ def group_rows(scores: ProtocolScores, titles: Mapping[str, str], columns: Seque
             yield TableRow(
                 name=title,
                 labels=(f"{group['pairs']:,}",),
-                cells=tuple(in_papers_units(group.get(score)) for score in columns),
+                cells=tuple(make_cell(group.get(score)) for score in columns),
                 marks=(UNIFORM_MARK,) if is_uniform else (),
             )
 
 
 def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
     """Return the table of a protocol's groups: all pairs, and pairs with a change, with several changes or without."""
-    rows = [row_of("all", scores, columns), *group_rows(scores, GROUP_TITLES, columns)]
-    return Table(f"{file_name_of(protocol)}-groups", ("Pairs", "n", *columns), rows, notes_on_marks(rows))
+    rows = [make_row("all", scores, columns), *group_rows(scores, GROUP_TITLES, columns)]
+    return Table(f"{file_name_of_protocol(protocol)}-groups", ("Pairs", "n", *columns), rows, explain_marks(rows))
 
 
 def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
     """Return the table of pairs with exactly one change, by change type. It has accuracies if there is a grammar."""
-    groups = scores.folder("by_type").values()
+    groups = scores.groups_in_folder("by_type").values()
     accuracies = {
         title: score for title, score in ACCURACIES.items() if any(group.get(score) is not None for group in groups)
     }
     titles = {f"by_type/{change_type}": change_type for change_type in types}
     rows = list(group_rows(scores, titles, [*accuracies.values(), *columns]))
-    return Table(f"{file_name_of(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
+    return Table(f"{file_name_of_protocol(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
 
 
 def published_table(
@@ -174,14 +163,15 @@ def published_table(
     """
     if not published_rows:
         return None
-    papers = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
-    rows = [row_of("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
-    notes_on_this_run = notes_on_marks(rows)
+    published_pairs = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
+    row_of_this_run = make_row("this run", scores, PUBLISHED_SCORES)
+    rows = [row_of_this_run._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
+    notes_on_this_run = explain_marks(rows)
     for row in published_rows:
         rows.append(
             TableRow(
                 name=row.method,
-                labels=(row.venue, papers),
+                labels=(row.venue, published_pairs),
                 cells=tuple(map(Cell, row.scores.values())),
                 marks=(CHOSEN_MARK,) if row.chosen_on_test else (),
             )
@@ -193,6 +183,6 @@ def published_table(
     if evidence:
         notes.append(f"{CHOSEN_MARK} Epoch chosen on the test split. {'; '.join(evidence)}.")
     sources = "; ".join(sorted({row.source for row in published_rows}))
-    notes += [*notes_on_this_run, f"Published figures as given by {sources}."]
+    notes += [*notes_on_this_run, f"Published scores are taken from {sources}."]
     columns = ("Method", "venue", "n", *PUBLISHED_SCORES)
-    return Table(f"{file_name_of(protocol)}-published", columns, mark_best(rows), notes)
+    return Table(f"{file_name_of_protocol(protocol)}-published", columns, mark_best(rows), notes)

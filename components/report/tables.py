@@ -33,19 +33,19 @@ class Cell(NamedTuple):
     @property
     def text(self) -> str:
         """Value as text with one decimal, or a dash if the score is absent."""
-        return ABSENT if self.value is None else one_digit(self.value, self.is_difference)
+        return ABSENT if self.value is None else format_value(self.value, self.is_difference)
 
     @property
     def bounds(self) -> str:
         """Bounds of the interval as text, joined by a dash for a score and by "to" for a difference."""
         if self.interval is None:
             return ""
-        low = one_digit(self.interval.low, self.is_difference)
-        high = one_digit(self.interval.high, self.is_difference)
+        low = format_value(self.interval.low, self.is_difference)
+        high = format_value(self.interval.high, self.is_difference)
         return f"{low} to {high}" if self.is_difference else f"{low}–{high}"
 
 
-def one_digit(value: float, is_difference: bool = False) -> str:
+def format_value(value: float, is_difference: bool = False) -> str:
     """Return the value with one decimal. A difference has a sign, unless it is 0.0."""
     text = f"{value:+.1f}" if is_difference else f"{value:.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text
@@ -100,7 +100,7 @@ class Table(NamedTuple):
         return any(cell.interval for row in self.rows for cell in row.cells)
 
 
-def in_papers_units(value: Value, interval: Interval | None = None, is_difference: bool = False) -> Cell:
+def make_cell(value: Value, interval: Interval | None = None, is_difference: bool = False) -> Cell:
     """Return the cell for a score or a difference of scores, times 100, with its interval."""
     if value is None:
         return Cell(None)
@@ -131,12 +131,12 @@ def mark_best(rows: list[TableRow]) -> list[TableRow]:
     return marked_rows
 
 
-def file_name_of(protocol: str) -> str:
+def file_name_of_protocol(protocol: str) -> str:
     """Return the name of a protocol for use in file names and in ids of the page."""
     return protocol.replace("/", "-")
 
 
-def text_lines(table: Table) -> list[str]:
+def format_lines(table: Table) -> list[str]:
     """Format a table as lines for the terminal."""
     lines: list[Sequence[str]] = [table.columns]
     for row in table.rows:
@@ -145,7 +145,7 @@ def text_lines(table: Table) -> list[str]:
     return align_columns(lines)
 
 
-def as_csv(table: Table) -> str:
+def format_csv(table: Table) -> str:
     """Format a table as CSV. Scores have two decimals, and bounds of intervals and marks have separate columns."""
     rows = []
     for row in table.rows:
@@ -164,7 +164,7 @@ def as_csv(table: Table) -> str:
     return text.getvalue()
 
 
-def as_latex(table: Table) -> str:
+def format_latex(table: Table) -> str:
     """Format a table as a LaTeX tabular for booktabs. Best values are bold, and small intervals follow the scores."""
     alignment = "l" * (1 + table.label_count) + "r" * len(table.score_columns)
     rows = [latex_row(row) for row in table.rows]

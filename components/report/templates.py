@@ -8,10 +8,10 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from m3diff.report.tables import ABSENT, as_csv, as_latex, in_papers_units
+from m3diff.report.tables import ABSENT, format_csv, format_latex, make_cell
 
 
-def templates(*folders: Path) -> Environment:
+def load_templates(*folders: Path) -> Environment:
     """Return a Jinja environment that looks for templates first in the given folders, then in this folder."""
     environment = Environment(
         loader=FileSystemLoader([*folders, Path(__file__).parent]),
@@ -21,28 +21,28 @@ def templates(*folders: Path) -> Environment:
         undefined=StrictUndefined,
     )
     environment.filters |= {
-        "times100": lambda value: in_papers_units(value).text,
+        "times100": lambda value: make_cell(value).text,
         "percent": lambda value: ABSENT if value is None else f"{100 * value:.1f}%",
-        "cell": in_papers_units,
-        "as_latex": as_latex,
-        "as_csv": as_csv,
-        "as_link": as_link,
-        "as_script": as_script,
-        "breakable": breakable,
+        "cell": make_cell,
+        "as_latex": format_latex,
+        "as_csv": format_csv,
+        "as_link": make_data_url,
+        "as_script": dump_for_script,
+        "breakable": allow_line_breaks,
     }
     return environment
 
 
-def as_link(text: str) -> str:
+def make_data_url(text: str) -> str:
     """Return a data URL that downloads the text as a file."""
     return "data:text/plain;charset=utf-8," + quote(text)
 
 
-def breakable(name: str) -> Markup:
+def allow_line_breaks(name: str) -> Markup:
     """Allow line breaks after the slashes and underscores of a name, for narrow columns."""
     return Markup(escape(name).replace("/", Markup("/<wbr>")).replace("_", Markup("_<wbr>")))
 
 
-def as_script(data: Any) -> Markup:
+def dump_for_script(data: Any) -> Markup:
     """Return data as JSON for a script element, escaped so that no text can close the element."""
     return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))

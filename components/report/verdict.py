@@ -6,8 +6,8 @@ Without this warning, only experts would know what a row of zeros means.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from m3diff.report.curves import Phase, first_and_last_loss, steps_in_words
-from m3diff.scoring.grammar import normalise
+from m3diff.report.curves import Phase, first_and_last_loss, format_steps
+from m3diff.scoring.grammar import normalise_caption
 from m3diff.scoring.metrics import BY_CHARACTERS
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.results import ProtocolScores
@@ -25,8 +25,8 @@ class LearningVerdict(NamedTuple):
     advice: list[str]
 
 
-def verdict_of(
-    headlines: Sequence[ProtocolPairs],
+def judge_learning_by_scores(
+    protocols: Sequence[ProtocolPairs],
     scores: Mapping[str, ProtocolScores],
     training: Phase | None = None,
     base: str = "",
@@ -34,69 +34,71 @@ def verdict_of(
     """Return a warning if the model has not learned to describe changes, otherwise None.
 
     Args:
-        headlines: first protocol of each dataset.
+        protocols: first protocol of each dataset.
         scores: scores by protocol.
         training: last training phase of the run. None if it is not known.
         base: folder of the base model that was trained.
     """
-    ciders = [cider_of(scores[protocol.name]) for protocol in headlines]
+    ciders = [find_cider(scores[protocol.name]) for protocol in protocols]
     computed_ciders = [cider for cider in ciders if cider is not None]
-    if not computed_ciders or max(computed_ciders) >= NO_CIDER or exact_share(headlines) > MAX_EXACT_SHARE:
+    if not computed_ciders or max(computed_ciders) >= NO_CIDER or share_of_exact_captions(protocols) > MAX_EXACT_SHARE:
         return None
     highest = f"{100 * max(computed_ciders):.1f}"
     test_sets = "the test set" if len(computed_ciders) == 1 else f"all {len(computed_ciders)} test sets"
     sentence = f"The model has not learned to describe changes yet: CIDEr is {highest} on {test_sets}."
     captions: set[str] = set()
-    for protocol in headlines:
+    for protocol in protocols:
         captions |= {pair.prediction for pair in protocol.pairs}
     if len(captions) == 1:
-        sentence += f" It says the same of every pair: “{captions.pop() or '(nothing)'}”."
-    return LearningVerdict(sentence, advice_of(training, base))
+        sentence += f" It writes the same caption for every pair: “{captions.pop() or '(nothing)'}”."
+    return LearningVerdict(sentence, give_advice(training, base))
 
 
-def cider_of(scores: ProtocolScores) -> float | None:
+def find_cider(scores: ProtocolScores) -> float | None:
     """Return the CIDEr over all pairs, computed on words or, if that is absent, on characters."""
     cider = scores.scores.get("CIDEr")
-    return scores.scores.get(f"CIDEr{BY_CHARACTERS}") if cider is None else cider
+    if cider is None:
+        return scores.scores.get(f"CIDEr{BY_CHARACTERS}")
+    return cider
 
 
-def exact_share(headlines: Sequence[ProtocolPairs]) -> float:
+def share_of_exact_captions(protocols: Sequence[ProtocolPairs]) -> float:
     """Return the share of captions that equal one of their references.
 
     CIDEr alone is not enough for a verdict: if all references use the same words, CIDEr is 0 for any caption.
     """
     pairs = 0
     exact_captions = 0
-    for protocol in headlines:
+    for protocol in protocols:
         for pair in protocol.pairs:
             pairs += 1
-            references = map(normalise, pair.references)
-            exact_captions += normalise(pair.prediction) in references
+            references = [normalise_caption(reference) for reference in pair.references]
+            exact_captions += normalise_caption(pair.prediction) in references
     return exact_captions / pairs if pairs else 0.0
 
 
-def advice_of(training: Phase | None, base: str) -> list[str]:
+def give_advice(training: Phase | None, base: str) -> list[str]:
     """Return sentences of advice, based on the training and its base model."""
     advice = []
     if training is not None and training.steps:
-        advice += advice_on_training(training)
+        advice += give_training_advice(training)
     if base.rstrip("/").endswith(EMBEDDED_BASE):
         advice.append(
-            "The base that comes with the project knows its own drawn scenes alone. For photographs begin with a real "
-            "one: docs/your-data.md says how."
+            "The base that comes with the project only knows its own drawn scenes. For photographs, start with a real "
+            "base, as docs/your-data.md explains."
         )
-    return advice or ["Open some pairs below: captions of one word or of none point at the prompt or the base."]
+    return advice or ["Look at some pairs below. Captions of one word or none indicate an unsuitable prompt or base."]
 
 
-def advice_on_training(training: Phase) -> list[str]:
+def give_training_advice(training: Phase) -> list[str]:
     """Return the length of a training phase and how its loss changed, followed by advice on what to try."""
     loss = first_and_last_loss(training)
-    course = "" if loss is None else f", and the loss went from {loss[0]:.2f} to {loss[1]:.2f}"
-    advice = [f"It trained for {steps_in_words(training.steps)}{course}."]
+    loss_change = "" if loss is None else f", and the loss changed from {loss[0]:.2f} to {loss[1]:.2f}"
+    advice = [f"It trained for {format_steps(training.steps)}{loss_change}."]
     if training.steps < ENOUGH_STEPS:
-        advice.append(f"Fewer than {ENOUGH_STEPS} steps teach little: raise train.epochs, or add pairs.")
+        advice.append(f"A model learns little in fewer than {ENOUGH_STEPS} steps. Raise train.epochs, or add pairs.")
     if loss is not None and loss[1] > MIN_LOSS_FALL * loss[0]:
         advice.append(
-            "The loss has hardly fallen: train longer, or raise the learning rates (models.NAME.rates in params.yaml)."
+            "The loss has hardly fallen. Train longer, or raise the learning rates (models.NAME.rates in params.yaml)."
         )
     return advice

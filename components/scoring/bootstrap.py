@@ -47,8 +47,8 @@ class ScoreComparison(NamedTuple):
     interval: interval of the difference first minus second. None if there are too few pairs.
     """
 
-    first: float
-    second: float
+    first_score: float
+    second_score: float
     interval: Interval | None
 
 
@@ -97,12 +97,12 @@ def score_of(table: pa.Table, protocol: str, score: Resampled) -> float | None:
 
 
 def compare(
-    first: pa.Table, second: pa.Table, protocol: str, score: Resampled, confidence: float = CONFIDENCE
+    first_table: pa.Table, second_table: pa.Table, protocol: str, score: Resampled, confidence: float = CONFIDENCE
 ) -> ScoreComparison | None:
     """Compare a score of two models on the same pairs.
 
     Args:
-        first, second: scores.parquet of each model. The pairs may be in any order.
+        first_table, second_table: scores.parquet of each model. The pairs may be in any order.
 
     Returns:
         The comparison, or None if one of the models does not have the score.
@@ -110,8 +110,8 @@ def compare(
     Raises:
         DataError: the two files do not contain the same pairs.
     """
-    first_rows = rows_of(first, protocol).sort_by("id")
-    second_rows = rows_of(second, protocol).sort_by("id")
+    first_rows = rows_of(first_table, protocol).sort_by("id")
+    second_rows = rows_of(second_table, protocol).sort_by("id")
     if not first_rows["id"].equals(second_rows["id"]):
         first_pairs = first_rows.num_rows
         second_pairs = second_rows.num_rows

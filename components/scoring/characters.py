@@ -49,7 +49,7 @@ class ScriptCounts(NamedTuple):
     texts: int
 
 
-def pieces_of(text: str) -> list[Piece]:
+def split_into_pieces(text: str) -> list[Piece]:
     """Split a text into single characters of scripts without spaces and the other text between them, in order.
 
     Punctuation of these scripts becomes a space, because scores also ignore English punctuation. Full-width letters and
@@ -77,7 +77,7 @@ def is_without_spaces(text: str) -> bool:
     """Return True if a text has at least as many characters of scripts without spaces as words in other scripts."""
     if CHARACTER.search(text) is None:
         return False
-    pieces = pieces_of(text)
+    pieces = split_into_pieces(text)
     characters = sum(piece.is_character for piece in pieces)
     words = sum(len(WORD.findall(piece.text)) for piece in pieces if not piece.is_character)
     return characters > 0 and characters >= words
@@ -95,7 +95,7 @@ def tokenise_characters(texts: Iterable[str], tokenise: Tokenizer) -> dict[str, 
     Args:
         tokenise: function that splits the text between characters into words.
     """
-    pieces_by_text = {text: pieces_of(text) for text in texts}
+    pieces_by_text = {text: split_into_pieces(text) for text in texts}
     texts_of_words: set[str] = set()
     for pieces in pieces_by_text.values():
         texts_of_words |= {piece.text for piece in pieces if not piece.is_character}
@@ -113,8 +113,8 @@ def is_punctuation(token: str) -> bool:
     return all(unicodedata.category(sign).startswith("P") for sign in token)
 
 
-def spaced(text: str) -> str:
+def space_out_characters(text: str) -> str:
     """Return a text with spaces around each character of scripts without spaces. Other texts are not changed."""
     if CHARACTER.search(text) is None:
         return text
-    return " ".join(piece.text for piece in pieces_of(text))
+    return " ".join(piece.text for piece in split_into_pieces(text))

@@ -99,11 +99,13 @@ class Grammar:
                 describes.
         """
         self.separator = re.compile(re.escape(rules["clause_separator"]), re.IGNORECASE)
-        self.no_change = {normalise(sentence) for sentence in rules["no_change"]}
+        self.no_change_sentences = {normalise_caption(sentence) for sentence in rules["no_change"]}
         self.patterns = [(rule["type"], re.compile(rule["pattern"], re.IGNORECASE)) for rule in rules["clauses"]]
         self.inverse_rules: dict[str, InverseRule] = {}
         for change_type, rule in rules.get("inverse", {}).items():
-            words = {normalise(word): normalise(inverse) for word, inverse in rule.get("words", {}).items()}
+            words = {
+                normalise_caption(word): normalise_caption(inverse) for word, inverse in rule.get("words", {}).items()
+            }
             self.inverse_rules[change_type] = InverseRule(rule["type"], words)
 
     @classmethod
@@ -116,17 +118,17 @@ class Grammar:
         with data_error_if_unreadable(path, "scoring.unreadable_grammar"):
             return cls(json.loads(path.read_text(encoding="utf-8")))
 
-    def read(self, caption: str) -> list[Clause]:
+    def parse_clauses(self, caption: str) -> list[Clause]:
         """Parse a caption and return its clauses in order. The list is empty if it says that nothing changed."""
-        if normalise(caption) in self.no_change:
+        if normalise_caption(caption) in self.no_change_sentences:
             return []
-        return [self._read_clause(normalise(text)) for text in self.split(caption)]
+        return [self._parse_clause(normalise_caption(text)) for text in self.split_clauses(caption)]
 
-    def split(self, caption: str) -> list[str]:
+    def split_clauses(self, caption: str) -> list[str]:
         """Split a caption into the texts of its clauses."""
         return self.separator.split(" ".join(caption.split()))
 
-    def _read_clause(self, text: str) -> Clause:
+    def _parse_clause(self, text: str) -> Clause:
         for change_type, pattern in self.patterns:
             if match := pattern.fullmatch(text):
                 groups = match.groupdict()
@@ -164,12 +166,12 @@ class Grammar:
         return Clause(type=rule.type, object=object_name, place=clause.place, before=after, after=before)
 
 
-def normalise(caption: str) -> str:
-    """Return the caption in lowercase, with single spaces and without spaces or full stops at its ends."""
+def normalise_caption(caption: str) -> str:
+    """Return a caption in lowercase, with single spaces and without spaces or full stops at its ends."""
     return " ".join(caption.split()).strip(" .").casefold()
 
 
-def type_order(change_type: str) -> tuple[int, str]:
+def change_type_order(change_type: str) -> tuple[int, str]:
     """Return a sort key for change types.
 
     OmniDiff's twelve types come first, in OmniDiff's order. Other types follow in alphabetical order. The last are
@@ -192,15 +194,15 @@ class ParsedCaption:
         clause_texts: the text of each predicted clause.
         predicted_clauses: clauses of the prediction. Empty if the prediction says that nothing changed.
         reference_clauses: clauses of each reference that the grammar can read. A distractor's references have none.
-        reversed: the parsed caption of the swapped images, with the inverse change as reference. None if the swapped
-            images have no caption or the inverse change is not known.
+        reversed_caption: the parsed caption of the swapped images, with the inverse change as reference. None if the
+            swapped images have no caption or the inverse change is not known.
     """
 
     pair: EvalPair
     clause_texts: list[str]
     predicted_clauses: list[Clause]
     reference_clauses: list[list[Clause]]
-    reversed: "ParsedCaption | None" = None
+    reversed_caption: "ParsedCaption | None" = None
 
     @property
     def says_no_change(self) -> bool:
@@ -229,7 +231,7 @@ class ParsedCaption:
         return Counter(clause.type for clause in self.reference_clauses[0])
 
     @cached_property
-    def correct(self) -> Correctness:
+    def correctness(self) -> Correctness:
         """Whether the prediction is right: it must name all changes of the pair and no others."""
         has_true_types = self.predicted_types == self.true_types
         true_changes = self.true_types.total()
@@ -239,14 +241,18 @@ class ParsedCaption:
             exact=has_true_types and self.named_changes.exact == true_changes,
         )
 
-    def agreement(self, clause: Clause) -> Agreement:
+    def compare_with_references(self, clause: Clause) -> Agreement:
         """Compare the type, object and place of a clause with the references' changes of that type.
 
         If a pair has several changes of the type, the object must match the change at the clause's place.
         """
-        places = {change.place for change in self._changes_of_type(clause.type)}
-        objects = {change.object for change in self._changes_like(clause)}
-        return Agreement(type=bool(places), object=clause.object in objects, place=clause.place in places)
+        true_places = {change.place for change in self._changes_of_type(clause.type)}
+        true_objects = {change.object for change in self._comparable_changes(clause)}
+        return Agreement(
+            type=bool(true_places),
+            object=clause.object in true_objects,
+            place=clause.place in true_places,
+        )
 
     def agrees_on_before_and_after(self, clause: Clause) -> bool:
         """Return True if the states before and after in a clause agree with one of the references.
@@ -254,13 +260,13 @@ class ParsedCaption:
         A caption may leave out the state before. States that the references do not mention are not judged. A clause is
         wrong if the state after is the same as the state before.
         """
-        changes = self._changes_like(clause)
-        before = {change.before for change in changes}
-        after = {change.after for change in changes}
-        becomes_another = clause.after is None or clause.after not in {clause.before, *before}
-        is_before_right = clause.before is None or clause.before in before or before == {None}
-        is_after_right = clause.after in after or after == {None}
-        return bool(changes) and becomes_another and is_before_right and is_after_right
+        changes = self._comparable_changes(clause)
+        true_before = {change.before for change in changes}
+        true_after = {change.after for change in changes}
+        has_new_state = clause.after is None or clause.after not in {clause.before, *true_before}
+        is_before_right = clause.before is None or clause.before in true_before or true_before == {None}
+        is_after_right = clause.after in true_after or true_after == {None}
+        return bool(changes) and has_new_state and is_before_right and is_after_right
 
     def _changes_of_type(self, change_type: str) -> list[Clause]:
         """Return the references' changes of a type."""
@@ -269,7 +275,7 @@ class ParsedCaption:
             changes += [clause for clause in clauses if clause.type == change_type]
         return changes
 
-    def _changes_like(self, clause: Clause) -> list[Clause]:
+    def _comparable_changes(self, clause: Clause) -> list[Clause]:
         """Return the references' changes of a clause's type. If there are several, only those at the clause's place."""
         changes = self._changes_of_type(clause.type)
         if self.true_types[clause.type] > 1:
@@ -279,7 +285,7 @@ class ParsedCaption:
     @cached_property
     def named_changes(self) -> ChangeCounts:
         """How many of the pair's changes the prediction names. A change that is named twice counts only once."""
-        placed_clauses = [clause for clause in self.predicted_clauses if all(self.agreement(clause))]
+        placed_clauses = [clause for clause in self.predicted_clauses if all(self.compare_with_references(clause))]
         exact_clauses = [clause for clause in placed_clauses if self.agrees_on_before_and_after(clause)]
         return ChangeCounts(
             type=(self.predicted_types & self.true_types).total(),
@@ -319,15 +325,15 @@ def parse_predictions(grammars: Mapping[str, Grammar], pairs: Iterable[EvalPair]
         if pair.dataset not in grammars or not pair.change_types:
             continue
         grammar = grammars[pair.dataset]
-        references = [grammar.read(reference) for reference in pair.references if normalise(reference)]
+        references = [grammar.parse_clauses(reference) for reference in pair.references if normalise_caption(reference)]
         readable_references = [clauses for clauses in references if is_readable(clauses)]
         if readable_references:
             parsed[pair.id] = ParsedCaption(
                 pair=pair,
-                clause_texts=grammar.split(pair.prediction),
-                predicted_clauses=grammar.read(pair.prediction),
+                clause_texts=grammar.split_clauses(pair.prediction),
+                predicted_clauses=grammar.parse_clauses(pair.prediction),
                 reference_clauses=readable_references,
-                reversed=parse_reversed(grammar, pair, readable_references),
+                reversed_caption=parse_reversed(grammar, pair, readable_references),
             )
     return parsed
 
@@ -355,7 +361,7 @@ def parse_reversed(grammar: Grammar, pair: EvalPair, references: list[list[Claus
         inverse_references.append([inverse])
     return ParsedCaption(
         pair=pair,
-        clause_texts=grammar.split(caption),
-        predicted_clauses=grammar.read(caption),
+        clause_texts=grammar.split_clauses(caption),
+        predicted_clauses=grammar.parse_clauses(caption),
         reference_clauses=inverse_references,
     )

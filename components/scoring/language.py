@@ -29,7 +29,7 @@ FOREIGN = frozenset(
 OTHER_LETTERS = re.compile(r"[\u0370-\u052f\u0590-\u06ff\u0900-\u0dff\uac00-\ud7af]")
 
 
-def is_another_language(text: str) -> bool:
+def is_foreign(text: str) -> bool:
     """Return True if a text contains a word or letter of another language and no English function word."""
     words = set(WORD.findall(text.casefold()))
     if words & ENGLISH:
@@ -37,7 +37,7 @@ def is_another_language(text: str) -> bool:
     return bool(words & FOREIGN) or OTHER_LETTERS.search(text) is not None
 
 
-def note_of_language(dataset: str, references: Iterable[str], metrics: Collection[str]) -> list[str]:
+def note_foreign_references(dataset: str, references: Iterable[str], metrics: Collection[str]) -> list[str]:
     """Return a note if metrics that support only English score references in another language, otherwise an empty list.
 
     Args:
@@ -45,11 +45,11 @@ def note_of_language(dataset: str, references: Iterable[str], metrics: Collectio
     """
     english_metrics = [metric for metric in ENGLISH_METRICS if metric in metrics]
     texts = [reference for reference in references if reference.strip()]
-    foreign_count = sum(map(is_another_language, texts))
+    foreign_count = sum(map(is_foreign, texts))
     if not english_metrics or not foreign_count or foreign_count < MIN_FOREIGN_SHARE * len(texts):
         return []
     names = " and ".join(english_metrics)
     return [
-        f"{dataset}: {foreign_count:,} of {len(texts):,} references look like another language than English. Stems, "
-        f"synonyms and parser of {names} are English; CIDEr, ROUGE-L and BLEU compare the words of any language"
+        f"{dataset}: {foreign_count:,} of {len(texts):,} references do not seem to be in English. {names} can only "
+        "score English; CIDEr, ROUGE-L and BLEU compare the words of any language"
     ]

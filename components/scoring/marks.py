@@ -11,15 +11,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 OTHER_SCRIPT = "letters of another script"
-REPETITION = "a phrase over and over"
+REPETITION = "a repeated phrase"
 # Kind of mark -> pattern that ordinary predictions do not match. A single marked prediction is enough for a note
 MARKS = {
     "special tokens or tags": r"""
     <[|/]?[^<>\s|]{1,40}(?:[ =][^<>]{0,100})?\|?/?> | <｜[^<>]{1,40}｜> | (?-i:\[/?[A-Z][A-Z_]{2,}\])
   | \b(?:startseq|endseq|endoftext)\b | (?-i:\b(?:EOS|BOS|PAD|UNK)\b)
 """,
-    "marks of subwords": r"(?:^|\s)\#\#\w | [▁⁇\ufffd] | (?-i:[ĠĊ])",
-    "a role or a prompt": r"""
+    "subword marks of a tokenizer": r"(?:^|\s)\#\#\w | [▁⁇\ufffd] | (?-i:[ĠĊ])",
+    "a role name or a prompt": r"""
     (?-i:\b(?:USER|ASSISTANT|HUMAN|SYSTEM|User|Assistant|Human|System))\s?: | ^\W*(?:question|instruction|thought)\s?:
   | \A\s*assistant\s | \#{2,}\s?\w[\w ]{0,20}: | ^\W*(?:what|which|how|where)\b[^?]{0,200}\?(?=\s*\S)
   | ^\W*(?:please\ )?describe\ (?:the|what|all|any|how)\b | \bhelpful\ assistant\b
@@ -29,7 +29,7 @@ MARKS = {
     ``` | \*\*[^*\s] | ^\s*\#{1,6}\s+\w | ^\s*[*•-]\s+\w | ^\s*1[.)]\s+\w | \\[a-zA-Z]+\{ | &(?:amp|lt|gt|quot|nbsp);
 """,
     "control characters or escape sequences": r"[\x00-\x08\x0e-\x1f\x7f\u200b-\u200f\ufeff] | \\[nrtu]",
-    "words of a chat model to its user": r"""
+    "a chat model's words to its user": r"""
     ^\W*(?:sure(?:\ thing)?|certainly|absolutely|of\ course)\s?[!,.:]\s*\S
   | ^\W*(?:ok(?:ay)?|great)[!,.]\s(?:here|let|i)\b | \bhope\ (?:this|that)\ helps\b | \bi(?:'d|\ would)\ be\ happy\ to\b
   | ^\W*here(?:'s|\ is|\ are)\ (?:a|an|the|one|your)\b.{0,80}:
@@ -55,6 +55,8 @@ MARKS = {
 # Parts of Python patterns that polars' engine does not support or that are slow there
 LOOKAROUND = re.compile(r"\(\?[=!][^()]*\)")
 COUNTED_REPETITION = re.compile(r"\{\d+,\d*\}")
+CHARACTER_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
+UNESCAPED_SPACE = re.compile(r"(?<!\\) ")
 FLAGS = re.VERBOSE | re.MULTILINE | re.IGNORECASE
 PATTERNS = {kind: re.compile(pattern, FLAGS) for kind, pattern in MARKS.items()}
 
@@ -88,7 +90,7 @@ DATA_MARKS = {
     [^?]{0,80}\?\W*\Z
   | ^\W*q\s?:.*\ba\s?: | \bhelpful\ assistant\b
 """,
-    "chat": MARKS["words of a chat model to its user"].replace("|differences?|changes?", "|output")
+    "chat": MARKS["a chat model's words to its user"].replace("|differences?|changes?", "|output")
     + r"""
   | ^\W*(?:sure|certainly|absolutely|of\ course)\s?[—–]\s?here\b | ^\W*the\ (?:caption|answer|description)\ is\s?:
   | ^\W*based\ on\ (?:the\ )?(?:two\ )?images?\ (?:you\ )?(?:provided|given)\b | ^\W*(?:当然|好的)[！!，,。]
@@ -140,7 +142,7 @@ SUSPECT = (
 )
 
 
-def normalise(caption: str) -> str:
+def normalise_whitespace(caption: str) -> str:
     """Return a caption with straight apostrophes and a single space or line feed for each run of whitespace.
 
     The patterns of marks are slow on long runs of whitespace.
@@ -150,9 +152,9 @@ def normalise(caption: str) -> str:
     return re.sub(r"\s+", lambda run: "\n" if "\n" in run[0] else " ", caption).replace("\u2019", "'")
 
 
-def mark_of(caption: str) -> str | None:
+def find_mark(caption: str) -> str | None:
     """Return the first kind of `DATA_MARKS` that occurs in a dataset's caption, or None if no kind occurs."""
-    normal_caption = normalise(caption)
+    normal_caption = normalise_whitespace(caption)
     for kind, pattern in DATA_PATTERNS.items():
         if pattern.search(caption if kind in EXACT_KINDS else normal_caption):
             return kind
@@ -168,10 +170,13 @@ def may_repeat(caption: str) -> bool:
     return len(words) - len(set(words)) >= 4 or max(map(len, words), default=0) >= 10
 
 
-def widen(pattern: str) -> str:
+def widen_for_polars(pattern: str) -> str:
     """Return a pattern for polars that matches every text that a pattern of `MARKS` matches, and possibly more."""
     without_lookaround = LOOKAROUND.sub("", pattern)
-    return "(?xim)" + COUNTED_REPETITION.sub("*", without_lookaround).replace(r"\Z", r"\z")
+    without_counts = COUNTED_REPETITION.sub("*", without_lookaround)
+    # in verbose mode, polars ignores a space in a character class, and Python does not
+    with_spaces = CHARACTER_CLASS.sub(lambda match: UNESCAPED_SPACE.sub(r"\ ", match[0]), without_counts)
+    return "(?xim)" + with_spaces.replace(r"\Z", r"\z")
 
 
 def find_candidates(kind: str, captions: Sequence[str]) -> list[str]:
@@ -187,33 +192,33 @@ def find_candidates(kind: str, captions: Sequence[str]) -> list[str]:
     import polars as pl
 
     plain_captions = [caption for caption in captions if caption.isascii() and caption.isprintable()]
-    matches = pl.Series(plain_captions, dtype=pl.String).str.contains(widen(MARKS[kind]))
+    matches = pl.Series(plain_captions, dtype=pl.String).str.contains(widen_for_polars(MARKS[kind]))
     without_mark = {caption for caption, is_match in zip(plain_captions, matches, strict=True) if not is_match}
     return [caption for caption in captions if caption not in without_mark]
 
 
-def notes_of_marks(captions: Iterable[str], subject: str = "captions", without: Collection[str] = ()) -> list[str]:
+def note_marks(captions: Iterable[str], subject: str = "captions", without: Collection[str] = ()) -> list[str]:
     """Return a note for each kind of mark that is found: how many captions have it, and an example.
 
     Args:
         subject: word for the captions in the notes.
         without: kinds to ignore, because they are normal in these captions.
     """
-    times = Counter(map(normalise, captions))
+    caption_counts = Counter(map(normalise_whitespace, captions))
     notes = []
     for kind, pattern in PATTERNS.items():
         if kind in without:
             continue
         first_match = None
         marked_captions = 0
-        for caption in find_candidates(kind, list(times)):
+        for caption in find_candidates(kind, list(caption_counts)):
             match = pattern.search(caption)
             if match is not None:
-                marked_captions += times[caption]
+                marked_captions += caption_counts[caption]
                 first_match = first_match or match
         if first_match is not None:
             start = max(0, first_match.start() - 20)
             excerpt = first_match.string[start:][:70]
-            counts = f"{marked_captions:,} of {times.total():,} {subject}"
-            notes.append(f"{counts} hold {kind}, such as {excerpt!r}; scored unchanged")
+            share = f"{marked_captions:,} of {caption_counts.total():,} {subject}"
+            notes.append(f"{share} contain {kind}, such as {excerpt!r}; they are scored as they are")
     return notes

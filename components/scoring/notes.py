@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from m3diff.scoring.language import note_of_language
-from m3diff.scoring.marks import OTHER_SCRIPT, notes_of_marks
-from m3diff.scoring.protocols import ProtocolPairs, headline_protocols, note_of_scripts
+from m3diff.scoring.language import note_foreign_references
+from m3diff.scoring.marks import OTHER_SCRIPT, note_marks
+from m3diff.scoring.protocols import ProtocolPairs, note_scripts, select_headline_protocols
 
 
-def notes_of_texts(
+def note_texts(
     protocols: Sequence[ProtocolPairs],
     metrics: Collection[str],
     predictions: Iterable[str],
@@ -21,26 +21,26 @@ def notes_of_texts(
     """
     notes = []
     for protocol in protocols:
-        notes += note_of_scripts(protocol)
-    notes += notes_of_languages(protocols, metrics)
+        notes += note_scripts(protocol)
+    notes += note_foreign_datasets(protocols, metrics)
     usual_marks = []
     if any(protocol.counts_characters for protocol in protocols):
         usual_marks.append(OTHER_SCRIPT)  # normal, because the references are in such a script
-    notes += notes_of_marks(predictions, without=usual_marks)
-    notes += notes_of_marks(references, "references", without=usual_marks)
+    notes += note_marks(predictions, without=usual_marks)
+    notes += note_marks(references, "references", without=usual_marks)
     return notes
 
 
-def notes_of_languages(protocols: Sequence[ProtocolPairs], metrics: Collection[str]) -> list[str]:
+def note_foreign_datasets(protocols: Sequence[ProtocolPairs], metrics: Collection[str]) -> list[str]:
     """Return a note for each dataset whose references are not in English although English metrics score them.
 
     The references are those of the dataset's first protocol.
     """
     notes = []
-    for protocol in headline_protocols(protocols):
+    for protocol in select_headline_protocols(protocols):
         if not protocol.counts_characters:  # otherwise METEOR and SPICE are not computed
             references: list[str] = []
             for pair in protocol.pairs:
                 references += pair.references
-            notes += note_of_language(protocol.dataset, references, metrics)
+            notes += note_foreign_references(protocol.dataset, references, metrics)
     return notes

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.schemas import NO_CHANGE
 
-ALL = "all"  # name of the group of all pairs of a protocol
-Groups = dict[str, list[str]]  # group -> ids of its pairs. Groups are `ALL`, "change", "by_type/color", ...
+ALL_PAIRS = "all"  # name of the group of all pairs of a protocol
+Groups = dict[str, list[str]]  # group -> ids of its pairs. Groups are `ALL_PAIRS`, "change", "by_type/color", ...
 
 
 @dataclass(frozen=True)
@@ -153,16 +153,16 @@ def read_predictions(path: Path, ids: Collection[str], count: int | None) -> dic
     for number, row in enumerate(rows):
         if not (isinstance(row, dict) and isinstance(row.get("image_id"), str) and isinstance(row.get("caption"), str)):
             raise DataError("scoring.prediction_malformed", path=path, row=number, value=str(row)[:80])
-    times = Counter(row["image_id"] for row in rows)
-    repeated = sorted(pair_id for pair_id, number in times.items() if number > 1)
-    if repeated:
-        raise DataError("scoring.predictions_repeated", path=path, names=repeated, excerpt=list_ids(repeated))
-    unknown = sorted(times.keys() - set(ids))
-    if unknown:
-        raise DataError("scoring.predictions_unknown", path=path, names=unknown, excerpt=list_ids(unknown))
-    missing = sorted(set(ids) - times.keys())
-    if missing and len(rows) != count:
-        raise DataError("scoring.predictions_missing", path=path, names=missing, excerpt=list_ids(missing))
+    rows_of_id = Counter(row["image_id"] for row in rows)
+    repeated_ids = sorted(pair_id for pair_id, times in rows_of_id.items() if times > 1)
+    if repeated_ids:
+        raise DataError("scoring.predictions_repeated", path=path, names=repeated_ids, excerpt=list_ids(repeated_ids))
+    unknown_ids = sorted(rows_of_id.keys() - set(ids))
+    if unknown_ids:
+        raise DataError("scoring.predictions_unknown", path=path, names=unknown_ids, excerpt=list_ids(unknown_ids))
+    missing_ids = sorted(set(ids) - rows_of_id.keys())
+    if missing_ids and len(rows) != count:
+        raise DataError("scoring.predictions_missing", path=path, names=missing_ids, excerpt=list_ids(missing_ids))
     return {row["image_id"]: without_surrogates(row["caption"]) for row in rows}
 
 

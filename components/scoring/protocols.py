@@ -14,9 +14,9 @@ from pathlib import Path
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.scoring.characters import MIN_SHARE_WITHOUT_SPACES, ScriptCounts, count_scripts
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 # Groups of pairs by the mean length of their references: minimum number of words -> name of the group
 LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
@@ -24,21 +24,25 @@ LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
 
 @dataclass(frozen=True)
 class ProtocolPairs:
-    """A protocol and the pairs that it includes. Their texts are already joined and truncated by its rules."""
+    """A protocol and the pairs that it includes.
+
+    rules: the rules of the protocol.
+    pairs: the pairs, with their texts already joined and truncated by the rules.
+    """
 
     dataset: str
-    protocol: Protocol
+    rules: Protocol
     pairs: list[EvalPair]
 
     @property
     def name(self) -> str:
         """Name of the protocol in metrics.json, in scores.parquet and for the gate: "<dataset>/<protocol>"."""
-        return f"{self.dataset}/{self.protocol.name}"
+        return f"{self.dataset}/{self.rules.name}"
 
     @cached_property
     def groups(self) -> Groups:
         """Pair ids of each group that has scores: all pairs, followed by the groups of `group_pairs`."""
-        return {ALL: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
+        return {ALL_PAIRS: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
 
     @cached_property
     def script_counts(self) -> ScriptCounts:
@@ -58,19 +62,23 @@ def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpe
     The spec is looked up by the name of the reader in ingest's report `records/<dataset>.json`.
 
     Raises:
-        DataError: the report is missing or names an unknown reader, so the licence and the protocols are not known.
+        DataError: the report is missing, malformed or names an unknown reader, so the licence and the protocols are
+            not known.
     """
     specs = {}
     for dataset in dict.fromkeys(pair.dataset for pair in pairs):
         path = records / f"{dataset}.json"
-        reader = json.loads(path.read_text(encoding="utf-8")).get("reader") if path.is_file() else ""
-        if reader not in DATASETS:
+        reader = ""
+        if path.is_file():
+            with data_error_if_unreadable(path, "files.unreadable_stage_output", writer="ingest"):
+                reader = json.loads(path.read_text(encoding="utf-8")).get("reader")
+        if not isinstance(reader, str) or reader not in DATASETS:
             raise DataError("scoring.reader_unknown", path=path, value=reader, dataset=dataset, names=list(DATASETS))
         specs[dataset] = DATASETS[reader]
     return specs
 
 
-def protocols_of(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
+def list_protocols(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
     """Return the protocols of a dataset, or of one of its parts. The headline protocol comes first.
 
     A dataset without protocols gets a single protocol that includes all pairs.
@@ -86,14 +94,14 @@ def select_protocols(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]
         pairs_by_dataset[pair.dataset].append(pair)
     protocols = []
     for dataset, spec in specs.items():
-        for protocol in protocols_of(dataset, spec):
+        for protocol in list_protocols(dataset, spec):
             protocol_pairs = apply_protocol(protocol, pairs_by_dataset[dataset])
             if protocol_pairs:
                 protocols.append(ProtocolPairs(dataset, protocol, protocol_pairs))
     return protocols
 
 
-def headline_protocols(protocols: Sequence[ProtocolPairs]) -> list[ProtocolPairs]:
+def select_headline_protocols(protocols: Sequence[ProtocolPairs]) -> list[ProtocolPairs]:
     """Return the first protocol of each dataset, which is the one that papers report."""
     protocol_by_dataset: dict[str, ProtocolPairs] = {}
     for protocol in protocols:
@@ -103,7 +111,7 @@ def headline_protocols(protocols: Sequence[ProtocolPairs]) -> list[ProtocolPairs
 
 def apply_protocol(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPair]:
     """Return the pairs that a protocol includes, with their texts joined and truncated according to its rules."""
-    protocol_pairs = [pair for pair in pairs if takes_pair(protocol, pair)]
+    protocol_pairs = [pair for pair in pairs if includes_pair(protocol, pair)]
     if protocol.references == "all" and protocol.max_words is None:
         return protocol_pairs
     return [shorten_texts(protocol, pair) for pair in protocol_pairs]
@@ -112,7 +120,7 @@ def apply_protocol(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPa
 def shorten_texts(protocol: Protocol, pair: EvalPair) -> EvalPair:
     """Return a pair with its references joined into one text and all texts truncated, if the protocol requires it."""
 
-    def cut(text: str) -> str:
+    def truncate(text: str) -> str:
         return " ".join(text.split()[: protocol.max_words])
 
     references = [". ".join(pair.references)] if protocol.references == "joined" else pair.references
@@ -120,21 +128,22 @@ def shorten_texts(protocol: Protocol, pair: EvalPair) -> EvalPair:
     swapped = pair.reversed_prediction
     return replace(
         pair,
-        references=[cut(reference) for reference in references],
-        prediction=cut(pair.prediction),
-        shuffled_prediction=None if shuffled is None else cut(shuffled),
-        reversed_prediction=None if swapped is None else cut(swapped),
+        references=[truncate(reference) for reference in references],
+        prediction=truncate(pair.prediction),
+        shuffled_prediction=None if shuffled is None else truncate(shuffled),
+        reversed_prediction=None if swapped is None else truncate(swapped),
     )
 
 
-def takes_pair(protocol: Protocol, pair: EvalPair) -> bool:
+def includes_pair(protocol: Protocol, pair: EvalPair) -> bool:
     """Return True if a protocol includes a pair, based on the pair's name in its dataset and its change types."""
     name = pair.id.removeprefix(f"{pair.dataset}/")
     if re.fullmatch(protocol.ids, name) is None:
         return False
+    if not protocol.change_types:
+        return True
     types = set(pair.change_types)
-    has_types = bool(types) and types <= set(protocol.change_types)
-    return not protocol.change_types or has_types
+    return bool(types) and types <= set(protocol.change_types)
 
 
 def group_pairs(pairs: list[EvalPair]) -> Groups:
@@ -151,19 +160,19 @@ def group_pairs(pairs: list[EvalPair]) -> Groups:
     }
     for change_type in sorted({pair.changes[0] for pair in changed_pairs if len(pair.changes) == 1}):
         groups[f"by_type/{change_type}"] = [pair.id for pair in changed_pairs if pair.changes == [change_type]]
-    for changes, ids in split_by(changed_pairs, lambda pair: len(pair.changes)).items():
+    for changes, ids in group_by_number(changed_pairs, lambda pair: len(pair.changes)).items():
         groups[f"by_changes/{changes}"] = ids
     pairs_to_describe = [pair for pair in pairs if not pair.is_distractor]
-    for fewest_words, ids in split_by(pairs_to_describe, length_class).items():
+    for fewest_words, ids in group_by_number(pairs_to_describe, length_class).items():
         groups[f"by_length/{LENGTHS[fewest_words]}"] = ids
     return groups
 
 
-def split_by(pairs: Iterable[EvalPair], number_of: Callable[[EvalPair], int]) -> dict[int, list[str]]:
+def group_by_number(pairs: Iterable[EvalPair], number_of_pair: Callable[[EvalPair], int]) -> dict[int, list[str]]:
     """Group pair ids by a number, in ascending order. Return an empty dict if all pairs have the same number."""
     ids_by_number: dict[int, list[str]] = defaultdict(list)
     for pair in pairs:
-        ids_by_number[number_of(pair)].append(pair.id)
+        ids_by_number[number_of_pair(pair)].append(pair.id)
     return dict(sorted(ids_by_number.items())) if len(ids_by_number) > 1 else {}
 
 
@@ -174,7 +183,7 @@ def length_class(pair: EvalPair) -> int:
     return max(fewest_words for fewest_words in LENGTHS if fewest_words <= mean)
 
 
-def note_of_scripts(protocol: ProtocolPairs) -> list[str]:
+def note_scripts(protocol: ProtocolPairs) -> list[str]:
     """Return a note if some references have no spaces between words, otherwise an empty list.
 
     The note contains their number and says whether scores count characters or words.
@@ -185,9 +194,12 @@ def note_of_scripts(protocol: ProtocolPairs) -> list[str]:
     share = f"{counts.without_spaces:,} of {counts.texts:,} references have no spaces between words"
     if protocol.counts_characters:
         return [
-            f"{protocol.name}: {share} (Chinese, Japanese, Thai, ...): each of their characters counts as a word, in "
-            "the scores whose name ends in -char, which compare with no score of words. METEOR and SPICE read English "
-            "alone"
+            f"{protocol.name}: {share} (Chinese, Japanese, Thai, ...). Each of their characters counts as a word in "
+            "scores whose names end in -char, which cannot be compared with scores on words. METEOR and SPICE can only "
+            "score English"
         ]
     limit = f"{MIN_SHARE_WITHOUT_SPACES:.0%}"
-    return [f"{protocol.name}: {share}, fewer than {limit}: scores count words, and each of these is one word or a few"]
+    return [
+        f"{protocol.name}: {share}. This is less than {limit}, so scores count words, and such a reference counts as "
+        "one word or a few"
+    ]

@@ -50,6 +50,6 @@ def published_rows(benchmark: str) -> list[PublishedRow]:
     return rows
 
 
-def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[PublishedRow]:
+def find_published_rows(dataset: str, protocol: Protocol, is_headline: bool) -> list[PublishedRow]:
     """Return the published rows of a protocol. Rows of the headline protocol are stored under the dataset's name."""
     return published_rows(dataset if is_headline else f"{dataset}/{protocol.name}")

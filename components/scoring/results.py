@@ -12,19 +12,13 @@ from pydantic import BaseModel, ConfigDict, model_serializer
 
 from m3diff.records.files import StageReport
 from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.metrics import Metric, MetricScores
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.metrics import HEADLINE_SCORES, Metric, MetricScores
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
 
 Scores = dict[str, int | float | None]
 # Folders in the names of groups. In metrics.json, a group "<folder>/<name>" is the object <name> in the object <folder>
 FOLDERS = ("by_type", "by_changes", "by_length")
-# Scores that are used to compare runs, in the order in which they are shown
-HEADLINE = (
-    "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE", "change_type_accuracy", "change_place_accuracy",
-    "change_exact_accuracy", "multi_change_exact_f1", "no_change_recall", "false_no_change", "reversal",
-    "CIDEr_shuffled", "pixel_window_auc", "BLEU-4-char", "ROUGE-L-char", "CIDEr-char", "CIDEr_shuffled-char",
-)  # fmt: skip
 
 
 class ProtocolScores(BaseModel):
@@ -54,11 +48,11 @@ class ProtocolScores(BaseModel):
         content |= self.scores
         content["intervals"] = {score: interval.model_dump() for score, interval in self.intervals.items()}
         content |= {name: scores for name, scores in self.groups.items() if "/" not in name}
-        content |= {folder: self.folder(folder) for folder in FOLDERS}
+        content |= {folder: self.groups_in_folder(folder) for folder in FOLDERS}
         content["absent"] = self.absent
         return content
 
-    def folder(self, folder: str) -> dict[str, Scores]:
+    def groups_in_folder(self, folder: str) -> dict[str, Scores]:
         """Return the scores of all groups named "<folder>/<name>", by <name>."""
         prefix = f"{folder}/"
         return {name.removeprefix(prefix): scores for name, scores in self.groups.items() if name.startswith(prefix)}
@@ -92,12 +86,14 @@ def summarise(
     for protocol in protocols:
         group_scores = scores[protocol.name].groups
         groups = {
-            group: {"pairs": len(ids), **group_scores[group]} for group, ids in protocol.groups.items() if group != ALL
+            group: {"pairs": len(ids), **group_scores[group]}
+            for group, ids in protocol.groups.items()
+            if group != ALL_PAIRS
         }
         protocol_scores[protocol.name] = ProtocolScores(
             pairs=len(protocol.pairs),
-            published_pairs=protocol.protocol.n,
-            scores=dict(group_scores[ALL]),
+            published_pairs=protocol.rules.n,
+            scores=dict(group_scores[ALL_PAIRS]),
             intervals=dict(intervals.get(protocol.name, {})),
             groups=groups,
             absent=dict(scores[protocol.name].absent),
@@ -105,20 +101,23 @@ def summarise(
     return EvaluateReport(stage="evaluate", rows_in=test_pairs, rows_out=captioned_pairs, protocols=protocol_scores)
 
 
-def headline(report: EvaluateReport) -> dict[str, dict[str, float]]:
-    """Return the scores of HEADLINE, times 100, for the first protocol of each dataset.
+def headline_scores(report: EvaluateReport) -> dict[str, dict[str, float]]:
+    """Return the scores for comparing runs, times 100, by the first protocol of each dataset.
 
-    They are shown by `dvc metrics diff` and `dvc exp show`.
+    They are written to headline.json, which `dvc metrics diff` and `dvc exp show` display.
     """
     protocol_by_dataset: dict[str, str] = {}
     for protocol in report.protocols:
         dataset = protocol.partition("/")[0]
         protocol_by_dataset.setdefault(dataset, protocol)
-    headlines = {}
+    scores_by_protocol = {}
     for protocol in protocol_by_dataset.values():
-        scores = {name: report.protocols[protocol].scores.get(name) for name in HEADLINE}
-        headlines[protocol] = {name: round(100 * value, 2) for name, value in scores.items() if value is not None}
-    return headlines
+        values = report.protocols[protocol].scores
+        scores = {name: values.get(name) for name in HEADLINE_SCORES}
+        scores_by_protocol[protocol] = {
+            name: round(100 * value, 2) for name, value in scores.items() if value is not None
+        }
+    return scores_by_protocol
 
 
 def score_table(

@@ -22,13 +22,13 @@ from m3diff.scoring.metrics import (
     Program,
     Tokens,
     Tools,
-    by_characters,
+    add_character_variants,
+    make_character_variant,
     needs_java,
-    with_characters,
 )
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 from m3diff.scoring.protocols import ProtocolPairs
 
 
@@ -89,7 +89,8 @@ def compute_metrics(
                     protocol_tokens = tokens.get(protocol.name, Tokens({}, {}, None))
                     tools = Tools(protocol_tokens, answers, parsed, judge)
                     if protocol.counts_characters and metric.reads == "tokens":
-                        character_scores = by_characters(metric).compute(protocol.pairs, protocol.groups, tools)
+                        variant = make_character_variant(metric)
+                        character_scores = variant.compute(protocol.pairs, protocol.groups, tools)
                         scores[protocol.name][f"{name}{BY_CHARACTERS}"] = character_scores
                     else:
                         scores[protocol.name][name] = metric.compute(protocol.pairs, protocol.groups, tools)
@@ -143,13 +144,13 @@ def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
 
 def metrics_of(metrics: Mapping[str, Metric], protocol: ProtocolPairs) -> dict[str, Metric]:
     """Return the metrics that metrics.json lists for a protocol, with character metrics if it counts characters."""
-    return with_characters(metrics) if protocol.counts_characters else dict(metrics)
+    return add_character_variants(metrics) if protocol.counts_characters else dict(metrics)
 
 
 def metrics_of_all(metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs]) -> dict[str, Metric]:
     """Return the metrics that metrics.json lists for at least one of the protocols."""
     needs_characters = any(protocol.counts_characters for protocol in protocols)
-    return with_characters(metrics) if needs_characters else dict(metrics)
+    return add_character_variants(metrics) if needs_characters else dict(metrics)
 
 
 def absent_word_scores(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
@@ -175,7 +176,7 @@ def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict
     """
     protocols_by_rules: dict[TokenRules, list[ProtocolPairs]] = {}
     for protocol in protocols:
-        rules = TokenRules(protocol.protocol.tokenizer, by_characters=protocol.counts_characters)
+        rules = TokenRules(protocol.rules.tokenizer, by_characters=protocol.counts_characters)
         protocols_by_rules.setdefault(rules, []).append(protocol)
     tokens_by_protocol = {}
     for rules, protocols_of_rules in protocols_by_rules.items():
@@ -240,9 +241,9 @@ def merge(metrics: Mapping[str, Metric], groups: Groups, scores: Mapping[str, Me
         names += metric.scores
         overall_names += metric.overall
     group_scores: dict[str, dict[str, Any]] = {
-        group: dict.fromkeys(names + overall_names if group == ALL else names) for group in groups
+        group: dict.fromkeys(names + overall_names if group == ALL_PAIRS else names) for group in groups
     }
-    pair_scores: dict[str, dict[str, Any]] = {pair_id: {} for pair_id in groups[ALL]}
+    pair_scores: dict[str, dict[str, Any]] = {pair_id: {} for pair_id in groups[ALL_PAIRS]}
     absent: dict[str, str] = {}
     for name in metrics:
         metric_scores = scores.get(name, MetricScores({}, {}))

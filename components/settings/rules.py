@@ -18,8 +18,8 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.pairs import fault_of_drawn_split
 from m3diff.models import FAMILIES
 from m3diff.records.errors import Fault, shell_word
-from m3diff.scoring.metrics import METRICS, choose_metrics, gate_metrics, with_characters
-from m3diff.scoring.protocols import protocols_of
+from m3diff.scoring.metrics import METRICS, add_character_variants, choose_metrics, gate_metrics
+from m3diff.scoring.protocols import list_protocols
 from m3diff.settings.section import ParamsError, Section, faults_of_validation_error, fields_of_name, prefix_key
 from m3diff.settings.tree import Params
 from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
@@ -311,7 +311,7 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
     gate = params.promote
     spec_by_protocol = {}
     for name, entry in params.ingest.datasets.items():
-        for protocol in protocols_of(name, DATASETS[entry.reader]):
+        for protocol in list_protocols(name, DATASETS[entry.reader]):
             spec_by_protocol[f"{name}/{protocol.name}"] = DATASETS[entry.reader]
     if gate.protocol not in spec_by_protocol:
         hint = fields_of_name(gate.protocol, spec_by_protocol)
@@ -327,7 +327,7 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
         hint = fields_of_name(gate.metric, gate_scores)
         yield Fault("settings.uncomputed_metric", key="promote.metric", reason=reason, **hint)
     guard_scores: list[str] = []
-    for metric in with_characters(choose_metrics(metrics)).values():
+    for metric in add_character_variants(choose_metrics(metrics)).values():
         guard_scores += metric.resampled
     for name in gate.guards:
         if name not in guard_scores:

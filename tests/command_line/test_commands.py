@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("project")
 def _reports_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a stage's command print a recorder's result, which has no numbers."""
     for command in ("augment", "ingest", "validate", "convert"):
-        monkeypatch.setattr(f"m3diff.command_line.{command}.report_lines", str)
+        monkeypatch.setattr(f"m3diff.command_line.{command}.format_report", str)
 
 
 # Which function is called, with which arguments
@@ -182,8 +182,8 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(typed, monkeypa
     result = {"check": ([], True), "export_hub": []}.get(function, RESULT)
     recorder = Recorder(monkeypatch, f"m3diff.{module}", **{function: result})
     monkeypatch.setattr("m3diff.registry.tracking.log_evaluation", lambda *arguments: None)
-    monkeypatch.setattr("m3diff.report.origin.write_made", lambda folder: None)
-    monkeypatch.setattr("m3diff.scoring.results.headline", lambda report: {})
+    monkeypatch.setattr("m3diff.report.origin.write_creation_note", lambda folder: None)
+    monkeypatch.setattr("m3diff.scoring.results.headline_scores", lambda report: {})
     assert main(shlex.split(typed)) == 0
     for _, arguments in recorder.calls:
         arguments.pop("follow", None)
@@ -258,7 +258,7 @@ LINES = "a line\nanother\n"
         pytest.param(
             "compare a b --out c",
             "commands.compare",
-            {"compare": {"t": 1}, "as_text": "T"},
+            {"compare": {"t": 1}, "format_table": "T"},
             0,
             "T\n\npair by pair: c\n",
             id="compare",
@@ -360,8 +360,8 @@ def training_run(monkeypatch: pytest.MonkeyPatch) -> Any:
         "m3diff.registry.tracking.log_curves_while_training", lambda *arguments: calls.append(arguments)
     )
     monkeypatch.setattr("m3diff.registry.tracking.log_evaluation", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr("m3diff.report.origin.write_made", lambda folder: None)
-    monkeypatch.setattr("m3diff.scoring.results.headline", lambda report: {"mini/total": {"CIDEr": 51.2}})
+    monkeypatch.setattr("m3diff.report.origin.write_creation_note", lambda folder: None)
+    monkeypatch.setattr("m3diff.scoring.results.headline_scores", lambda report: {"mini/total": {"CIDEr": 51.2}})
     trainer = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=None)
     assert main(["train"]) == 0
@@ -443,7 +443,7 @@ def test_plan_prints_both_phases_and_then_checks_their_memory(monkeypatch, capsy
     assert capsys.readouterr().out.endswith("\nthe fine-tuning\n")
     params = load_params(Path("profiles/paper.yaml"))
     gpu = GPUS["H200-141GB"]
-    run = {"run": Run.of(params)}
+    run = {"run": Run.from_params(params)}
     printed = {"compute": params.compute, "gpu": gpu, "hfu": 0.3}
     checked = {"compute": params.compute, "memory_gb": gpu.memory_gb}
     assert recorder.calls == [

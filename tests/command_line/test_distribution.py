@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from m3diff.__main__ import COMMANDS, main
-from m3diff.command_line.distribution import load_parameters, profiles_folder, version
+from m3diff.command_line.distribution import describe_version, find_profiles_folder, load_parameters
 from m3diff.provenance import git as git_module
 from m3diff.records import installation
 from m3diff.records.errors import Fault
@@ -33,7 +33,7 @@ def project_version() -> str:
 def test_in_a_checkout_the_version_has_the_commit_and_says_if_files_differ(status, suffix, monkeypatch):
     answers = {"rev-parse": "0123456789ab", "status": status}
     monkeypatch.setattr(git_module, "git", lambda *words, cwd: answers[words[0]])
-    assert version() == f"m3diff {project_version()}, commit 0123456789ab{suffix}"
+    assert describe_version() == f"m3diff {project_version()}, commit 0123456789ab{suffix}"
 
 
 def test_the_option_version_prints_it_and_ends(monkeypatch, capsys):
@@ -41,7 +41,7 @@ def test_the_option_version_prints_it_and_ends(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
-    assert capsys.readouterr().out == f"{version()}\n"
+    assert capsys.readouterr().out == f"{describe_version()}\n"
 
 
 def test_without_a_repository_the_version_is_the_number_alone(monkeypatch):
@@ -49,7 +49,7 @@ def test_without_a_repository_the_version_is_the_number_alone(monkeypatch):
         raise git_module.GitError(Fault("files.unreadable", path=cwd, cause="no git repository"))
 
     monkeypatch.setattr(git_module, "git", refuse)
-    assert re.fullmatch(r"m3diff \d+\.\d+\.\d+", version())
+    assert re.fullmatch(r"m3diff \d+\.\d+\.\d+", describe_version())
 
 
 # An installed wheel
@@ -83,7 +83,7 @@ def install_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
 
 def test_a_wheel_s_version_has_no_commit(install_wheel):
     install_wheel(None)
-    assert version() == "m3diff 4.5.6"
+    assert describe_version() == "m3diff 4.5.6"
 
 
 # The remedy if a package is missing
@@ -142,11 +142,11 @@ def test_a_parameter_file_that_is_named_must_exist(outside):
 
 
 def test_in_a_wheel_the_profiles_are_its_own(outside, wheel_profiles):
-    assert profiles_folder() == wheel_profiles
+    assert find_profiles_folder() == wheel_profiles
     assert main(["profile", "embedded"]) == 0
     assert Path("params.yaml").read_text() == (wheel_profiles / "embedded.yaml").read_text()
 
 
 def test_a_folder_of_profiles_in_the_working_directory_comes_before_the_wheel_s(outside, wheel_profiles):
     Path("profiles").mkdir()
-    assert profiles_folder() == Path("profiles")
+    assert find_profiles_folder() == Path("profiles")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from m3diff.command_line.report_lines import report_lines
+from m3diff.command_line.report_lines import format_report
 from m3diff.stages.ingest.stage import IngestReport
 from m3diff.stages.validate.stage import ValidateCounts, ValidateReport
 
@@ -25,14 +25,14 @@ def ingest_report(**changes: Any) -> IngestReport:
 
 
 def test_a_report_is_one_line_of_numbers_without_zeros():
-    assert report_lines(ingest_report()) == (
+    assert format_report(ingest_report()) == (
         "ingest: mini: rows in 9, rows out 9, pairs 7,500 (test 500, train 7,000), references 9,500 (train 9,000, "
         "test 500), images 15,000"
     )
 
 
 def test_a_number_that_is_not_zero_keeps_its_place():
-    assert report_lines(ingest_report(faults=2)).endswith("test 500), faults 2, images 15,000")
+    assert format_report(ingest_report(faults=2)).endswith("test 500), faults 2, images 15,000")
 
 
 def test_each_dataset_of_a_report_has_a_line():
@@ -54,7 +54,7 @@ def test_each_dataset_of_a_report_has_a_line():
         },
     )
     pairs = "pairs 8 (train 8), references 16 (train 16)"
-    assert report_lines(report).split("\n") == [
+    assert format_report(report).split("\n") == [
         "validate: rows in 19, rows out 16, quarantined 3, leaks 2, images 38",
         f"validate: mini: {pairs}, quarantined 3, broken rules 3 (no_leak 2, unique 1)",
         f"validate: other: {pairs}",

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.commands.compare import as_text, compare
+from m3diff.commands.compare import compare, format_table
 from m3diff.records.errors import DataError
 from m3diff.report.tables import Table
 from tests.errors import raises
@@ -28,19 +28,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(root: Path, out: Path, first: str = "first", second: str = "second"):
-    return compare(root / first, root / second, root / "records", root / "clean", out / "compare.html")
+def run(root: Path, out: Path, first_name: str = "first", second_name: str = "second"):
+    return compare(root / first_name, root / second_name, root / "records", root / "clean", out / "compare.html")
 
 
-def texts_by_score(found: Table) -> dict[str, list[str]]:
-    return {row.name: [cell.text for cell in row.cells] for row in found.rows}
+def texts_by_score(table: Table) -> dict[str, list[str]]:
+    return {row.name: [cell.text for cell in row.cells] for row in table.rows}
 
 
 def test_each_score_of_both_runs_stands_beside_the_gain_of_the_second(runs, tmp_path):
-    found = run(runs, tmp_path)
-    assert list(found) == ["toy/test"]
-    assert found["toy/test"].columns == ("Score", "first", "second", "difference")
-    scores = texts_by_score(found["toy/test"])
+    tables = run(runs, tmp_path)
+    assert list(tables) == ["toy/test"]
+    assert tables["toy/test"].columns == ("Score", "first", "second", "difference")
+    scores = texts_by_score(tables["toy/test"])
     assert scores["change_type_accuracy"] == ["66.7", "0.0", "-66.7"]
     assert scores["no_change_recall"] == ["50.0", "100.0", "+50.0"]
 
@@ -70,16 +70,16 @@ def test_the_page_of_few_pairs_holds_its_images(runs, tmp_path):
 
 
 def test_a_terminal_gets_the_table_in_columns(runs, tmp_path):
-    lines = as_text("toy/test", run(runs, tmp_path)["toy/test"]).splitlines()
+    lines = format_table("toy/test", run(runs, tmp_path)["toy/test"]).splitlines()
     assert lines[0] == "toy/test"
     assert lines[1].split() == ["Score", "first", "second", "difference"]
     starts = {line.index(re.search(r"(?<=  )[\d.]+", line)[0]) for line in lines[2:]}  # type: ignore[index]
     assert starts == {lines[1].index("first")}
 
 
-def refuse(runs: Path, first: Path, second: Path, tmp_path: Path, code: str, **fields: Any) -> None:
+def refuse(runs: Path, first_folder: Path, second_folder: Path, tmp_path: Path, code: str, **fields: Any) -> None:
     with raises(DataError, code, **fields):
-        compare(first, second, runs / "records", runs / "clean", tmp_path / "x.html")
+        compare(first_folder, second_folder, runs / "records", runs / "clean", tmp_path / "x.html")
 
 
 def test_a_missing_run_is_named(runs, tmp_path):
@@ -96,9 +96,9 @@ def test_runs_on_different_pairs_are_refused(runs, tmp_path):
 
 def test_pairs_that_are_no_test_pairs_here_are_refused(runs, tmp_path):
     unknown = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in bench.pairs(runs)]
-    first, second = (write_scores(evidence(runs, unknown), tmp_path / name) for name in ("a", "b"))
+    first_folder, second_folder = (write_scores(evidence(runs, unknown), tmp_path / name) for name in ("a", "b"))
     path = runs / "clean" / "records.parquet"
-    refuse(runs, first, second, tmp_path, "compare.unknown_pairs", path=path, name="toy/90")
+    refuse(runs, first_folder, second_folder, tmp_path, "compare.unknown_pairs", path=path, name="toy/90")
 
 
 def test_runs_without_a_shared_protocol_are_refused(runs, tmp_path):

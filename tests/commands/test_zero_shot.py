@@ -83,7 +83,7 @@ def test_where_the_images_go_is_printed_before_the_first_is_sent(server, folders
 
     monkeypatch.setattr(client.Endpoint, "ask", ask_after_reading_output)
     run(tmp_path, make_request(server))
-    assert f"go to {server.url}, model 'a/model'\n" in printed[0]
+    assert f"sent to {server.url}, model 'a/model'\n" in printed[0]
 
 
 def test_both_images_go_in_one_message_with_the_pair_s_own_question(server, folders, tmp_path):
@@ -128,7 +128,7 @@ def test_captions_are_scored_as_evaluate_scores_them(server, folders, tmp_path):
         (folders.predictions / extra).unlink()
     cfg = bench.config(metrics=["change_accuracy"])
     report = evaluate(cfg, bench.compute(), *folders, tmp_path / "own")
-    assert result.scored == report
+    assert result.scores_report == report
     assert report.protocols["toy/test"].scores["change_type_accuracy"] == 2 / 3
     for name in ("metrics.json", "headline.json", "scores.parquet"):
         assert (result.folder / "report" / name).read_bytes() == (tmp_path / "own" / name).read_bytes(), name
@@ -160,7 +160,7 @@ def test_a_second_run_asks_only_what_is_not_stored(changes, questions, server, f
     server.requests.clear()
     result = run(tmp_path, make_request(server, **changes))
     assert len(server.requests) == questions
-    assert (result.scored == earlier.scored) is ("limit" not in changes)
+    assert (result.scores_report == earlier.scores_report) is ("limit" not in changes)
     assert (result.folder == earlier.folder) is (not changes)
 
 
@@ -243,16 +243,17 @@ def test_the_report_names_the_pairs_without_a_caption(mixed_result):
 
 
 def test_empty_captions_are_scored(mixed_result):
-    scored = mixed_result.scored.protocols["toy/test"]
+    scored = mixed_result.scores_report.protocols["toy/test"]
     assert scored.pairs == 6
     assert scored.scores["unreadable"] == 5 / 6
 
 
 def test_the_printed_lines_name_the_pairs_without_a_caption(mixed_result):
-    assert mixed_result.lines[:3] == [
-        "2 of 6 answers refused, scored as an empty caption: toy/5, toy/1",
-        "1 of 6 answers empty, scored as an empty caption: toy/2",
-        "1 of 6 answers cut, scored as an empty caption: toy/4",
+    facts = [re.findall(r"^\d of 6|refused|empty(?! caption)|cut|toy/\d", line) for line in mixed_result.lines[:3]]
+    assert facts == [
+        ["2 of 6", "refused", "toy/5", "toy/1"],
+        ["1 of 6", "empty", "toy/2"],
+        ["1 of 6", "cut", "toy/4"],
     ]
 
 
@@ -281,8 +282,8 @@ def test_answers_without_any_caption_are_an_error_and_the_next_run_asks_anew(
 def test_marks_in_captions_are_counted(server, folders, tmp_path, capsys):
     server.replies = {pair: [f"assistant\n{texts[0]}"] for pair, texts in server.replies.items()}
     result = run(tmp_path, make_request(server))
-    assert "note: 6 of 6 captions hold a role" in capsys.readouterr().out
-    assert "6 of 6 captions hold" in (result.folder / "report/report.html").read_text()
+    assert "note: 6 of 6 captions contain a role name" in capsys.readouterr().out
+    assert "6 of 6 captions contain" in (result.folder / "report/report.html").read_text()
     assert predictions(result)["toy/0"] == f"assistant {bench.PREDICTIONS['toy/0']}"
 
 
@@ -366,18 +367,18 @@ def without_servers(store: Path) -> None:
 
 @pytest.mark.parametrize("earlier", ["another server", "an earlier version"])
 def test_captions_of_another_server_are_not_published_as_this_ones(earlier, server, folders, tmp_path):
-    with chat_server("the lamp is gone") as first:
-        run(tmp_path, make_request(first if earlier == "another server" else server))
+    with chat_server("the lamp is gone") as other_server:
+        run(tmp_path, make_request(other_server if earlier == "another server" else server))
     if earlier == "an earlier version":
         without_servers(tmp_path / "scratch/zero_shot.jsonl")
     server.requests.clear()
     with raises(OtherServerError, "endpoint.other_server", answers=6, option=Fault("zero_shot.reuse_option")):
         run(tmp_path, make_request(server))
     assert server.requests == []
-    own = make_request(server).default_folder(tmp_path / "scratch")
-    assert earlier == "an earlier version" or not own.exists()
+    own_folder = make_request(server).default_folder(tmp_path / "scratch")
+    assert earlier == "an earlier version" or not own_folder.exists()
     reused = run(tmp_path, make_request(server, reuse_answers=True))
-    assert reused.folder != own
+    assert reused.folder != own_folder
     assert server.requests == []
     assert predictions(run(tmp_path, make_request(server, reuse_answers=False))) == bench.PREDICTIONS
     assert len(server.requests) == 6

@@ -191,7 +191,7 @@ class Rescoring:
         self.error = None
         self.download_artifacts = mlflow.artifacts.download_artifacts
         monkeypatch.setattr(rescoring_of, "hash_test_set", lambda paths: self.present_test_set)
-        monkeypatch.setattr(rescoring_of, "headline", lambda report: report)
+        monkeypatch.setattr(rescoring_of, "headline_scores", lambda report: report)
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
         monkeypatch.setattr("m3diff.stages.predict.stage.predict", self.predict)
         monkeypatch.setattr("m3diff.stages.evaluate.stage.evaluate", self.evaluate)

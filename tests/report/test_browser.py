@@ -29,7 +29,7 @@ DESKTOP = {"width": 1400, "height": 1000}
 class Pages(NamedTuple):
     inside: Path  # images inside the page
     beside: Path  # in the folder
-    many: Path  # of 120 pairs
+    large: Path  # of 120 pairs
     compared: Path
 
 
@@ -40,16 +40,18 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     pairs = bench.pairs(root)
     curves = root / "curves.csv"
     curves.write_text("step,loss,lr_llm,val_loss,val_cider\n1,4,0.1,,\n2,2,0.2,3,\n3,1,0.1,2,0.5\n")
-    known = replace(evidence(root, pairs), origin=Origin(facts={"Model": "small"}, curves=curves))
-    write_report(known, root / "inside", 1)
-    write_report(known, root / "beside", 0)
+    first_evidence = replace(evidence(root, pairs), origin=Origin(facts={"Model": "small"}, curves=curves))
+    write_report(first_evidence, root / "inside", 1)
+    write_report(first_evidence, root / "beside", 0)
     copies = [replace(pairs[n % 6], id=f"toy/{n:03d}", prediction=pairs[n % 6].prediction) for n in range(120)]
     write_report(evidence(root, copies), root / "many", 1)
-    other = evidence(root, [replace(pair, prediction="nothing changed") for pair in pairs])
-    numbers = {"toy/test": {i: values | {"CIDEr": 2.0} for i, values in other.pair_scores["toy/test"].items()}}
-    first = write_scores(known, root / "first")
-    second = write_scores(replace(other, pair_scores=numbers), root / "second")
-    compare(first, second, folders.records, folders.clean, root / "compare.html")
+    second_evidence = evidence(root, [replace(pair, prediction="nothing changed") for pair in pairs])
+    numbers = {
+        "toy/test": {i: values | {"CIDEr": 2.0} for i, values in second_evidence.pair_scores["toy/test"].items()}
+    }
+    first_folder = write_scores(first_evidence, root / "first")
+    second_folder = write_scores(replace(second_evidence, pair_scores=numbers), root / "second")
+    compare(first_folder, second_folder, folders.records, folders.clean, root / "compare.html")
     return Pages(*(root / name / "report.html" for name in ("inside", "beside", "many")), root / "compare.html")
 
 
@@ -124,17 +126,17 @@ def test_each_filter_keeps_its_pairs_and_they_work_together(page: Page):
     assert ids(page) == ["0", "1", "2", "3", "4", "5"]
     several = [("changes", "several", "3"), ("changes", "none", "45"), ("changes", "one", "012")]
     grades = [("grade", "right", "04"), ("grade", "type", "014"), ("grade", "wrong", "1235")]
-    for name, value, kept in [("type", "color", "03"), *several, *grades]:
+    for name, value, numbers in [("type", "color", "03"), *several, *grades]:
         choose(page, name, value)
-        assert "".join(ids(page)) == kept, (name, value)
+        assert "".join(ids(page)) == numbers, (name, value)
         choose(page, name, "")
-    for text, kept in (("TOY/4", "4"), ("ball gone", "1")):  # an id; every word is needed
+    for text, numbers in (("TOY/4", "4"), ("ball gone", "1")):  # an id; every word is needed
         page.locator("[name=text]").fill(text)
-        assert "".join(ids(page)) == kept
+        assert "".join(ids(page)) == numbers
     choose(page, "grade", "wrong")
-    for name, text, kept in (("text", "lamp", "23"), ("low", "250", "3"), ("high", "299", "")):
+    for name, text, numbers in (("text", "lamp", "23"), ("low", "250", "3"), ("high", "299", "")):
         page.locator(f"[name={name}]").fill(text)
-        assert "".join(ids(page)) == kept  # of 2 a reference has the word, of 3 the prediction
+        assert "".join(ids(page)) == numbers  # of 2 a reference has the word, of 3 the prediction
     assert page.locator("#count").inner_text() == "0 of 6 pairs"
     page.locator("#clear").click()
     assert len(ids(page)) == 6
@@ -151,9 +153,9 @@ def test_pairs_are_sorted_by_a_column(page: Page):
 
 
 def test_a_view_sets_filter_and_order(page: Page):
-    for name, kept in (("Where it fails", "012"), ("Where it shines", "210"), ("Nothing changed", "45")):
+    for name, numbers in (("Where it fails", "012"), ("Where it shines", "210"), ("Nothing changed", "45")):
         view(page, name)
-        assert "".join(ids(page)) == kept, name
+        assert "".join(ids(page)) == numbers, name
         assert page.locator("#views [aria-pressed=true]").inner_text() == name
     choose(page, "sort", "id")
     assert page.locator("#views [aria-pressed=true]").count() == 0
@@ -168,7 +170,7 @@ def test_a_type_in_the_table_leads_to_its_pairs(page: Page):
 def blues(page: Page) -> list[int]:
     """The blue of the slide at a quarter and at three quarters of its width; the toy's images turn bluer."""
     picture = Image.open(io.BytesIO(page.locator("#slide").screenshot())).convert("RGB")
-    return [picture.getpixel((round(picture.width * place), picture.height // 4))[2] for place in (0.25, 0.75)]
+    return [picture.getpixel((round(picture.width * share), picture.height // 4))[2] for share in (0.25, 0.75)]
 
 
 def test_a_pair_opens_with_its_references_scores_and_saliency(page: Page):
@@ -226,8 +228,8 @@ def test_two_runs_are_compared_pair_by_pair(new_page, pages: Pages):
     words = page.locator("#words").inner_text()
     assert "first, 0.0" in words
     assert "second, 200.0" in words
-    said = page.locator("#words .prediction").all_inner_texts()
-    assert said == ["the red cube at the left became blue", "nothing changed"]
+    captions = page.locator("#words .prediction").all_inner_texts()
+    assert captions == ["the red cube at the left became blue", "nothing changed"]
 
 
 PHONE = {"width": 390, "height": 844}
@@ -274,7 +276,7 @@ def test_a_link_into_a_folded_part_opens_it(new_page, pages: Pages):
 
 
 def test_the_gallery_of_a_report_grows_at_a_press_above_the_scores(new_page, pages: Pages):
-    page = new_page(pages.many)
+    page = new_page(pages.large)
     view(page, "All pairs")
     page.mouse.wheel(0, 20_000)
     page.wait_for_timeout(100)
@@ -299,7 +301,7 @@ def test_the_curves_are_drawn_in_colours_of_the_scheme(new_page, pages: Pages, s
     assert contrast(words, ground) > 4.5
 
 
-def contrast(first: str, second: str) -> float:
+def contrast(first_colour: str, second_colour: str) -> float:
     """The ratio of two colours as the guidelines for accessible pages (WCAG 2) define it."""
 
     def luminance(colour: str) -> float:
@@ -307,7 +309,7 @@ def contrast(first: str, second: str) -> float:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    low, high = sorted((luminance(first), luminance(second)))
+    low, high = sorted((luminance(first_colour), luminance(second_colour)))
     return (high + 0.05) / (low + 0.05)
 
 

@@ -11,12 +11,12 @@ from m3diff.report import curves
 from m3diff.report.curves import (
     MAX_RANGES,
     Point,
+    combine_into_ranges,
     draw_phase,
+    draw_picture,
     first_and_last_loss,
     further_charts,
-    in_ranges,
     main_charts,
-    picture,
     read_phases,
 )
 from tests.errors import raises
@@ -54,13 +54,13 @@ def test_a_run_of_one_training_has_its_points_by_column(write):
 
 def test_an_alignment_before_the_fine_tuning_is_a_training_of_its_own(write):
     alignment = ["-2,0.3,9.0,,,,,,,,,", "-1,0.6,8.0,,,,,,,,,", "0,1.0,7.0,,,,,,,,,"]
-    first, second = read_phases(write(*alignment, *ROWS))
-    assert first.name == "Alignment"
-    assert first.steps == 3
-    assert first.points("loss") == [Point(1, 9.0), Point(2, 8.0), Point(3, 7.0)]
-    assert second.name == "Fine-tuning"
-    assert second.steps == 3
-    assert second.points("loss")[0] == Point(1, 4.0)
+    alignment_phase, fine_tuning_phase = read_phases(write(*alignment, *ROWS))
+    assert alignment_phase.name == "Alignment"
+    assert alignment_phase.steps == 3
+    assert alignment_phase.points("loss") == [Point(1, 9.0), Point(2, 8.0), Point(3, 7.0)]
+    assert fine_tuning_phase.name == "Fine-tuning"
+    assert fine_tuning_phase.steps == 3
+    assert fine_tuning_phase.points("loss")[0] == Point(1, 4.0)
 
 
 def test_the_loss_has_training_validation_and_each_dataset_on_a_logarithmic_scale(write):
@@ -116,7 +116,7 @@ def test_a_long_training_is_drawn_in_ranges_that_keep_every_peak(write):
 @pytest.mark.parametrize("count", [1, 2, MAX_RANGES, MAX_RANGES + 1, 10 * MAX_RANGES + 7])
 def test_ranges_hold_all_points_in_order(count):
     points = [Point(step, float(step % 7)) for step in range(1, count + 1)]
-    ranges = in_ranges(points)
+    ranges = combine_into_ranges(points)
     assert len(ranges) <= MAX_RANGES
     assert max(part.high for part in ranges) == max(point.value for point in points)
     steps = [part.step for part in ranges]
@@ -137,7 +137,7 @@ def test_a_training_whose_every_loss_is_nan_has_no_chart(write):
     path = write("1,nan", "2,nan", head="step,loss")
     (phase,) = read_phases(path)
     assert draw_phase(phase).charts == []
-    assert picture(path).svg == ""
+    assert draw_picture(path).svg == ""
 
 
 @pytest.mark.parametrize("value", ["0", "1", "-3", "1e-9", "1e12"])
@@ -146,17 +146,17 @@ def test_a_training_of_one_step_is_a_dot(write, value):
     drawn = draw_phase(phase)
     assert drawn.title == "Fine-tuning, 1 step"
     (svg,) = drawn.charts
-    places = {
+    positions = {
         circle.get("cx"): float(circle.get("cy") or "nan") for circle in ElementTree.fromstring(svg).iter("circle")
     }
-    assert len(places) == 2, "the dot and the one of the legend"
-    assert all(0 < y < 400 for y in places.values())
+    assert len(positions) == 2, "the dot and the one of the legend"
+    assert all(0 < y < 400 for y in positions.values())
 
 
 def test_a_file_without_rows_has_no_training(write):
     path = write()
     assert read_phases(path) == []
-    assert picture(path).svg == ""
+    assert draw_picture(path).svg == ""
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_table_of_validations_ends_with_the_last_one_however_many_there_are(
 
 def test_the_picture_alone_has_its_colours_for_light_and_dark_and_fetches_nothing(write):
     path = write("0,1.0,9.0,,,,,,,,,", *ROWS)
-    drawn = picture(path)
+    drawn = draw_picture(path)
     root = ElementTree.fromstring(drawn.svg)
     style = next(root.iter("{http://www.w3.org/2000/svg}style")).text or ""
     assert "prefers-color-scheme: dark" in style

@@ -7,7 +7,7 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
-from m3diff.report.gallery import caption_entry
+from m3diff.report.gallery import make_caption_entry
 from tests.scoring import bench
 from tests.scoring.bench import draw, evidence, gallery_of
 
@@ -31,12 +31,12 @@ RIGHT = [("color", True), ("object", True), ("place", True), ("change", True)]
     ],
 )
 def test_marks_say_which_part_of_each_clause_is_right(pair, clauses, missed, grade):
-    found = caption_entry(pair, bench.parse([pair])[pair.id])
-    assert [marks for _, marks in found["clauses"]] == clauses
-    assert " ".join(text for text, _ in found["clauses"]) == pair.prediction.replace(", and ", " ")
-    assert found["missed"] == missed
-    assert found["grade"] == grade
-    assert caption_entry(pair, None) == {"clauses": [(pair.prediction, [])], "missed": 0, "grade": None}
+    entry = make_caption_entry(pair, bench.parse([pair])[pair.id])
+    assert [marks for _, marks in entry["clauses"]] == clauses
+    assert " ".join(text for text, _ in entry["clauses"]) == pair.prediction.replace(", and ", " ")
+    assert entry["missed"] == missed
+    assert entry["grade"] == grade
+    assert make_caption_entry(pair, None) == {"clauses": [(pair.prediction, [])], "missed": 0, "grade": None}
 
 
 def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path, tmp_path: Path):

@@ -4,7 +4,15 @@ from pathlib import Path
 
 from m3diff.images.saliency import draw_outlines
 from m3diff.records.errors import DataError
-from m3diff.report.images import ImageRights, PairImages, as_webp, draw_images, link_images, load_small, read_saliency
+from m3diff.report.images import (
+    ImageRights,
+    PairImages,
+    draw_images,
+    encode_webp,
+    link_images,
+    load_small,
+    read_saliency,
+)
 from tests.errors import raises
 from tests.scoring import bench
 
@@ -27,12 +35,12 @@ def test_each_pair_has_its_own_images_in_order_as_the_licence_allows(root: Path)
     pairs = bench.pairs(root)
     maps = read_saliency(root / "predictions" / "saliency.npz")
     assert list(maps) == [pair.id for pair in pairs]
-    last = pairs[-1].id
-    for pair, drawn in zip(pairs, draw_images(pairs, OPEN, {i: maps[i] for i in maps if i != last}), strict=True):
+    last_id = pairs[-1].id
+    for pair, drawn in zip(pairs, draw_images(pairs, OPEN, {i: maps[i] for i in maps if i != last_id}), strict=True):
         after = load_small(pair.after, pair.after_sha256)
-        overlay = as_webp(draw_outlines(after, maps[pair.id])) if pair.id != last else None
+        overlay = encode_webp(draw_outlines(after, maps[pair.id])) if pair.id != last_id else None
         before = load_small(pair.before, pair.before_sha256)
-        assert drawn == PairImages(before=as_webp(before), after=as_webp(after), outlined=overlay)
+        assert drawn == PairImages(before=encode_webp(before), after=encode_webp(after), outlined=overlay)
     gone = bench.pair("x", ["y"], ["color"], "nowhere")
     assert list(draw_images([gone], {"toy": ImageRights(False, "no")}, {})) == [None]
     with raises(DataError, "images.unreadable", path=str(gone.after)):

@@ -13,7 +13,7 @@ from m3diff.report.origin import Origin
 from m3diff.report.page import Evidence, absent_scores, confusion_table, write_report
 from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.protocols import ProtocolPairs, headline_protocols
+from m3diff.scoring.protocols import ProtocolPairs, select_headline_protocols
 from m3diff.scoring.results import ProtocolScores
 from tests.scoring import bench
 from tests.scoring.bench import draw, evidence, gallery_of, table, text_of
@@ -25,22 +25,18 @@ def test_the_page_is_whole_and_fetches_nothing_and_holds_the_numbers_of_the_metr
     assert not re.search("<(iframe|object|embed)", page)
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|https?://", page.replace("http://www.w3.org", ""))
     text = text_of(page)
-    for told in (
-        "66.7% of single changes: correct type",
-        "In 33.3% of the pairs with one change it got all of it right: the type, the object",
-        "CIDEr goes from 50.0 to 5.0, so the predictions come from both images",
+    patterns = (
+        "66.7% of single changes",
+        "33.3% of the pairs with one change",
+        "CIDEr changes from 50.0 to 5.0. The captions therefore depend on both images",
         "SPICE Absent. Its jars are not there.",
-        "The one pair with more than one change contains 2 changes. The model named the type of 50.0%; type, object "
-        "and place of 50.0%; and what changed into what, as well, of 50.0%. Of the clauses that it predicted there, "
-        "50.0% name a change that happened. In 0.0% of these pairs it named all types and none too many; in 0.0% "
-        "everything is right.",
-        "When nothing had changed, it said so in 50.0% of pairs",
-        "click a type to see its pairs",
-        "Saliency map Outlines on the after-image around the cells in which the model looks for the",
-        "Right and wrong Prediction and references are read",
-    ):
-        assert told in text
-    assert not re.search("Only these|Beside published results", text)
+        "The one pair with more than one change contains 2 changes",
+        "50.0% of the pairs without a change",
+        "Saliency map Outlines",
+        "Right and wrong Predictions",
+    )
+    assert [pattern for pattern in patterns if pattern not in text] == []
+    assert not re.search("Only these|published results", text)
 
 
 def test_a_score_is_called_absent_for_the_headline_protocols_alone_that_lack_it():
@@ -52,11 +48,11 @@ def test_a_score_is_called_absent_for_the_headline_protocols_alone_that_lack_it(
         "a/part": {"SPICE": "no jars", "pixel_window_auc": "all of one kind"},
     }
     scores = ProtocolScores(pairs=4, published_pairs=None, scores={}, intervals={}, groups={}, absent={})
-    known = {name: scores.model_copy(update={"absent": reasons}) for name, reasons in absent.items()}
-    headlines = headline_protocols([protocols[0], part, protocols[1]])
-    assert [one.name for one in headlines] == ["a/test", "b/test"]
-    found = [(one.score, one.protocols) for one in absent_scores(headlines, known)]
-    assert found == [("SPICE", []), ("reversal", ["a/test"])]
+    scores_by_protocol = {name: scores.model_copy(update={"absent": reasons}) for name, reasons in absent.items()}
+    headline_protocols = select_headline_protocols([protocols[0], part, protocols[1]])
+    assert [protocol.name for protocol in headline_protocols] == ["a/test", "b/test"]
+    absences = [(absence.score, absence.protocols) for absence in absent_scores(headline_protocols, scores_by_protocol)]
+    assert absences == [("SPICE", []), ("reversal", ["a/test"])]
 
 
 def test_the_page_has_one_table_of_protocols_and_the_rest_folded(root: Path, tmp_path: Path):
@@ -90,7 +86,7 @@ def test_the_page_shows_the_training_curves_and_the_facts_of_its_head(toy: Evide
         "Fine-tuning, 3 steps",
     ]
     assert page.count('<svg class="chart"') == 3
-    assert "1 value in curves.csv is no finite number" in text_of(page)
+    assert "1 value in curves.csv is NaN or infinite" in text_of(page)
     assert ["2", "1.0000", "2.0000", "50.0"] in table(page, "training")
 
 
@@ -119,19 +115,19 @@ def test_a_page_of_few_pairs_says_why_it_has_no_intervals(least, is_noted, toy: 
     monkeypatch.setattr(bootstrap, "MIN_PAIRS", least)
     words = text_of(draw(toy, tmp_path))
     assert ("Scores of fewer than 7 pairs have no interval" in words) is is_noted
-    assert ("toy/test: no interval" in words) is is_noted
+    assert ("no interval for toy/test" in words) is is_noted
 
 
 def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_beside_it(toy: Evidence, tmp_path: Path):
     for name in ("first", "second"):
         write_report(toy, tmp_path / name, 0)
-    first, second = (
-        {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*.*")} for name in ("first", "second")
-    )
-    assert first == second
-    page = first["report.html"].decode()
-    named = {image for pair in gallery_of(page)["pairs"] for image in pair["images"]}
-    assert named == {f"images/{name}" for name in first if name not in ("report.html", "made.js")}
+    files = {file.name: file.read_bytes() for file in (tmp_path / "first").rglob("*.*")}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "second").rglob("*.*")}
+    page = files["report.html"].decode()
+    linked_images: set[str] = set()
+    for pair in gallery_of(page)["pairs"]:
+        linked_images |= set(pair["images"])
+    assert linked_images == {f"images/{name}" for name in files if name not in ("report.html", "made.js")}
     write_report(toy, tmp_path / "first", 1)
     inside = gallery_of((tmp_path / "first" / "report.html").read_text())["pairs"]
     assert all(image.startswith("data:image/webp;base64,") for pair in inside for image in pair["images"])
@@ -158,8 +154,8 @@ def test_without_a_grammar_or_saliency_maps_or_all_pairs_the_page_says_so(root: 
     assert "6 pairs, captioned and scored" in text
     assert not re.search("type right|True type and predicted type", text)
     assert {pair["images"][2] for pair in gallery_of(page)["pairs"]} == {None}
-    for told in ("no maps in saliency.npz", "Only these of the 480 test pairs were captioned"):
-        assert told in text
+    assert "there is no saliency.npz" in text
+    assert "Only these of the 480 test pairs were captioned" in text
     alone = draw(replace(toy, metrics={"change_accuracy": METRICS["change_accuracy"]}), tmp_path)
     assert list(tiles(alone))[0] == "Type of change right"
     assert gallery_of(alone)["columns"] == ["type_right", "place_right", "exact_right"]
@@ -185,7 +181,7 @@ def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
 def test_images_stand_on_the_page_as_the_licence_allows(answer: Any, note: str | None, toy: Evidence, tmp_path: Path):
     permission = Permission(answer, "as its page says")
     licence = Licence("CC of a kind", None, permission, permission, permission)
-    page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, inside_mb=0)
+    page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, embedded_mb=0)
     assert [bool(pair["images"]) for pair in gallery_of(page)["pairs"]] == [answer != "no"] * 6
     assert any((tmp_path / "images").iterdir()) is (answer != "no")
     assert re.findall(r"<dt>Images of toy</dt><dd>(.*?)</dd>", page) == ([note] if note else [])
@@ -193,5 +189,5 @@ def test_images_stand_on_the_page_as_the_licence_allows(answer: Any, note: str |
 
 
 def tiles(page: str) -> dict[str, str]:
-    found = re.findall(r'<dt>([^<]+)</dt><dd><span class="figure">(.*?)</dd>', page)
-    return {name: " ".join(re.sub("<[^>]+>", " ", value).split()) for name, value in found}
+    figures = re.findall(r'<dt>([^<]+)</dt><dd><span class="figure">(.*?)</dd>', page)
+    return {name: " ".join(re.sub("<[^>]+>", " ", value).split()) for name, value in figures}

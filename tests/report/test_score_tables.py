@@ -8,25 +8,34 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.report.page import Evidence
 from m3diff.report.score_tables import (
+    MARK_NOTES,
     describe_pairs,
     describe_rules,
     group_table,
     headline_table,
-    overview,
+    overview_table,
     published_table,
     type_table,
 )
-from m3diff.report.tables import Table, as_latex
+from m3diff.report.tables import PARTIAL_MARK, Table, format_latex
 from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, headline_scores_by_metric
 from m3diff.scoring.published import published_rows
-from m3diff.scoring.results import ProtocolScores, headline
+from m3diff.scoring.results import ProtocolScores, headline_scores
 
 
-def scores(pairs: int = 4, of: int | None = None, groups: dict | None = None, **values: float | None) -> ProtocolScores:
+def scores(
+    pairs: int = 4, published_pairs: int | None = None, groups: dict | None = None, **values: float | None
+) -> ProtocolScores:
     interval = {"CIDEr": Interval(low=0.25, high=0.75)}
-    named = {name.replace("_", "-"): value for name, value in values.items()}
+    named_scores = {name.replace("_", "-"): value for name, value in values.items()}
     return ProtocolScores(
-        pairs=pairs, published_pairs=of, scores=named, intervals=interval, groups=groups or {}, absent={}
+        pairs=pairs,
+        published_pairs=published_pairs,
+        scores=named_scores,
+        intervals=interval,
+        groups=groups or {},
+        absent={},
     )
 
 
@@ -36,14 +45,14 @@ def texts(table: Table) -> list[list[str]]:
 
 def test_a_partial_protocol_is_marked_and_a_full_one_is_not():
     protocols = {"a/x": scores(1270, 7970, CIDEr=0.5), "b/y": scores(4, 4, CIDEr=0.25), "c/z": scores()}
-    found = overview(protocols, ["CIDEr", "SPICE"], {"a/x": "all pairs"})
-    assert found.columns == ("Protocol", "Pairs", "n", "CIDEr", "SPICE")
+    table = overview_table(protocols, ["CIDEr", "SPICE"], {"a/x": "all pairs"})
+    assert table.columns == ("Protocol", "Pairs", "n", "CIDEr", "SPICE")
     rows = [["a/x", "all pairs", "1,270 of 7,970", "50.0", "–", "*"], ["b/y", "", "4 of 4", "25.0", "–", ""]]
     rows.append(["c/z", "", "4", "–", "–", ""])
-    assert texts(found) == rows
-    assert found.notes == ["* Fewer pairs than papers score: not comparable with published figures."]
-    assert found.rows[0].cells[0].interval == Interval(low=25, high=75)
-    assert overview({"b/y": scores(4, 4)}, [], {}).notes == []
+    assert texts(table) == rows
+    assert table.notes == [MARK_NOTES[PARTIAL_MARK]]
+    assert table.rows[0].cells[0].interval == Interval(low=25, high=75)
+    assert overview_table({"b/y": scores(4, 4)}, [], {}).notes == []
 
 
 def test_groups_that_have_pairs_have_a_row_and_types_a_table_of_their_own():
@@ -51,35 +60,35 @@ def test_groups_that_have_pairs_have_a_row_and_types_a_table_of_their_own():
         name: {"pairs": n, "CIDEr": 0.1 * n} for name, n in (("distractors", 2), ("change", 3), ("multi_change", 0))
     }
     groups["by_type/color"] = {"pairs": 3, "CIDEr": 0.3, "type_accuracy": 0.5, "exact_accuracy": 0.25}
-    known = scores(5, CIDEr=0.5, groups=groups)
+    protocol_scores = scores(5, CIDEr=0.5, groups=groups)
     rows = [["all", "5", "50.0", ""], ["with a change", "3", "30.0", ""], ["without a change", "2", "20.0", ""]]
-    assert texts(group_table("toy/all", known, ["CIDEr"])) == rows
-    found = type_table("toy/all", known, ["color"], ["CIDEr"])
-    assert found.columns == ("Type", "n", "type right", "all right", "CIDEr")
-    assert texts(found) == [["color", "3", "50.0", "25.0", "30.0", ""]]
+    assert texts(group_table("toy/all", protocol_scores, ["CIDEr"])) == rows
+    table = type_table("toy/all", protocol_scores, ["color"], ["CIDEr"])
+    assert table.columns == ("Type", "n", "type right", "all right", "CIDEr")
+    assert texts(table) == [["color", "3", "50.0", "25.0", "30.0", ""]]
 
 
 def published(name: str, run: ProtocolScores) -> Table:
-    found = published_table(f"{name}/test", run, published_rows(name), "CIDEr")
-    assert found is not None
-    return found
+    table = published_table(f"{name}/test", run, published_rows(name), "CIDEr")
+    assert table is not None
+    return table
 
 
 def test_this_run_stands_among_the_published_rows_by_its_cider():
     rows = published("iedit", scores(495, 495, CIDEr=0.6, BLEU_4=0.99)).rows
-    place = [row.is_this_run for row in rows].index(True)
+    rank = [row.is_this_run for row in rows].index(True)
     ciders = [row.cells[3].value or 0 for row in rows]
     assert ciders == sorted(ciders, reverse=True)
-    assert rows[place].name == "this run"
-    assert ciders[place] == 60
-    assert rows[place].labels == ("", "495")
+    assert rows[rank].name == "this run"
+    assert ciders[rank] == 60
+    assert rows[rank].labels == ("", "495")
     assert rows[0].labels[1] == "495"
 
 
 def test_the_best_of_published_rows_and_this_run_is_marked_by_column():
     rows = published("iedit", scores(495, 495, CIDEr=0.6, BLEU_4=0.99)).rows
-    place = [row.is_this_run for row in rows].index(True)
-    assert rows[place].cells[0].is_best
+    rank = [row.is_this_run for row in rows].index(True)
+    assert rows[rank].cells[0].is_best
     assert [row.cells[3].is_best for row in rows].index(True) == 0
 
 
@@ -88,23 +97,24 @@ def test_a_benchmark_without_published_rows_has_no_table_of_them():
 
 
 def test_a_run_of_fewer_pairs_is_never_the_best():
-    found = published("iedit", scores(300, 495, CIDEr=9.0))
-    assert found.rows[0].name == "this run"
-    assert found.rows[0].marks == ("*",)
-    assert not found.rows[0].cells[3].is_best
-    assert found.rows[1].cells[3].is_best
-    assert found.notes[0].startswith("* Fewer pairs")
+    table = published("iedit", scores(300, 495, CIDEr=9.0))
+    assert table.rows[0].name == "this run"
+    assert table.rows[0].marks == ("*",)
+    assert not table.rows[0].cells[3].is_best
+    assert table.rows[1].cells[3].is_best
+    assert table.notes[0] == MARK_NOTES[PARTIAL_MARK]
 
 
 def test_rows_whose_epoch_was_chosen_on_the_test_split_are_marked():
-    found = published("spot_the_diff", scores(CIDEr=0.3))
-    assert [row.name for row in found.rows if row.marks == ("†",)] == ["CLIP4IDC"]
-    assert found.notes[0].startswith("† Epoch chosen on the test split. CLIP4IDC: ")
+    table = published("spot_the_diff", scores(CIDEr=0.3))
+    assert [row.name for row in table.rows if row.marks == ("†",)] == ["CLIP4IDC"]
+    assert table.notes[0].startswith("† ")
+    assert "CLIP4IDC: " in table.notes[0]
 
 
 def test_without_marked_rows_there_is_no_note_on_chosen_epochs():
-    found = published("iedit", scores(495, 495, CIDEr=0.6))
-    assert not any("chosen" in note for note in found.notes)
+    table = published("iedit", scores(495, 495, CIDEr=0.6))
+    assert not any("chosen" in note for note in table.notes)
 
 
 def test_pairs_without_a_change_are_marked_where_their_cider_is_0_and_nowhere_else():
@@ -115,11 +125,11 @@ def test_pairs_without_a_change_are_marked_where_their_cider_is_0_and_nowhere_el
         "b/mixed": scores(4, CIDEr=0.5, groups=mixed),
         "c/bad": scores(4, CIDEr=0.0),
     }
-    found = overview(protocols, ["CIDEr"], {})
-    assert [row.marks for row in found.rows] == [("‡",), (), ()]
-    assert [note[0] for note in found.notes] == ["‡"]
+    table = overview_table(protocols, ["CIDEr"], {})
+    assert [row.marks for row in table.rows] == [("‡",), (), ()]
+    assert [note[0] for note in table.notes] == ["‡"]
     assert [row.marks for row in group_table("b/mixed", protocols["b/mixed"], ["CIDEr"]).rows] == [(), ("‡",)]
-    assert r"a/calm$^\ddagger$" in as_latex(found)
+    assert r"a/calm$^\ddagger$" in format_latex(table)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,19 @@ def test_every_protocol_of_a_dataset_that_chooses_pairs_by_name_says_which_in_wo
 
 def test_every_score_of_the_terminal_has_a_row_in_words(toy: Evidence):
     """`make run` prints those of headline.json."""
-    found = headline_table(toy.report, ["toy/test"])
-    printed = headline(toy.report)["toy/test"]
-    assert [row.cells[0].text for row in found.rows] == [f"{round(value, 1):.1f}" for value in printed.values()]
-    assert [row.name for row in found.rows if re.search(r"[a-z]_[a-z]", row.name)] == []
+    table = headline_table(toy.report, ["toy/test"])
+    printed = headline_scores(toy.report)["toy/test"]
+    assert [row.cells[0].text for row in table.rows] == [f"{round(value, 1):.1f}" for value in printed.values()]
+    assert [row.name for row in table.rows if re.search(r"[a-z]_[a-z]", row.name)] == []
+
+
+def test_every_headline_score_belongs_to_its_metric():
+    scores_of_metrics = {name: METRICS[name].scores + METRICS[name].overall for name in METRICS}
+    for score, headline in HEADLINE_SCORES.items():
+        assert score.removesuffix(BY_CHARACTERS) in scores_of_metrics[headline.metric], score
+
+
+def test_the_model_card_and_mlflow_list_scores_in_the_order_of_the_metrics():
+    metrics = [headline.metric for headline in headline_scores_by_metric().values()]
+    assert list(dict.fromkeys(metrics)) == [name for name in METRICS if name in metrics]
+    assert list(headline_scores_by_metric())[:3] == ["CIDEr", "CIDEr_shuffled", "CIDEr-char"]

@@ -5,16 +5,16 @@ import io
 
 import pytest
 
-from m3diff.report.tables import Cell, Table, TableRow, as_csv, as_latex, in_papers_units, mark_best
+from m3diff.report.tables import Cell, Table, TableRow, format_csv, format_latex, make_cell, mark_best
 from m3diff.scoring.bootstrap import Interval
 
 
 def test_a_score_is_shown_times_100_with_its_interval_and_a_difference_with_its_sign():
-    shown = in_papers_units
+    shown = make_cell
     cells = [shown(0.4567, Interval(low=0.4, high=0.5049)), shown(None, Interval(low=0, high=1))]
     cells.append(shown(0.0123, Interval(low=-0.004, high=0.03), is_difference=True))
-    wanted = [("45.7", "40.0–50.5"), ("–", ""), ("+1.2", "-0.4 to +3.0")]
-    assert [(cell.text, cell.bounds) for cell in cells] == wanted
+    texts = [("45.7", "40.0–50.5"), ("–", ""), ("+1.2", "-0.4 to +3.0")]
+    assert [(cell.text, cell.bounds) for cell in cells] == texts
     assert [shown(value, is_difference=True).text for value in (-0.1, 0.0, -0.0001)] == ["-10.0", "0.0", "0.0"]
 
 
@@ -52,7 +52,7 @@ TABLE = Table(
 
 
 def test_latex_marks_the_best():
-    assert as_latex(TABLE).splitlines() == [
+    assert format_latex(TABLE).splitlines() == [
         r"\begin{tabular}{llrr}",
         r"\toprule",
         r"Method & venue & CIDEr & BLEU-4 \\",
@@ -66,12 +66,12 @@ def test_latex_marks_the_best():
 
 
 def test_latex_escapes_special_characters():
-    escaped = as_latex(Table("x", ("a",), [TableRow("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
+    escaped = format_latex(Table("x", ("a",), [TableRow("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
     assert escaped == r"a\textbackslash{}b \{x\} a\textasciitilde{}b\textasciicircum{}c \#\$ \\"
 
 
 def test_csv_has_the_bounds_in_columns():
-    assert list(csv.reader(io.StringIO(as_csv(TABLE)))) == [
+    assert list(csv.reader(io.StringIO(format_csv(TABLE)))) == [
         ["Method", "venue", "marks", "CIDEr", "CIDEr low", "CIDEr high", "BLEU-4"],
         ["A_b & 50%", "ICCV'23", "†", "51.26", "49.00", "53.30", ""],
         ["this run", "", "*", "40.00", "", "", "3.00"],

@@ -21,7 +21,7 @@ from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.report.page import Evidence, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import METRICS, MetricScores, Tokens, Tools
-from m3diff.scoring.pairs import ALL, EvalPair
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
 from m3diff.scoring.protocols import select_protocols
 from m3diff.scoring.results import EvaluateReport, score_table, summarise
 from m3diff.scoring.run import merge
@@ -131,10 +131,10 @@ def write(root: Path, reader: str = "pairs") -> Folders:
 def record(root: Path, name: str, change_types: list[str], references: list[str]) -> dict[str, Any]:
     blues = {"before": 120, "after": 220}
     images = {side: paint(root / f"{name}_{side}.png", (40 * int(name), 90, blue)) for side, blue in blues.items()}
-    known = {"id": f"toy/{name}", "dataset": "toy", "split": "test", "scene": f"toy/{name}", "source": "bench.py"}
+    fields = {"id": f"toy/{name}", "dataset": "toy", "split": "test", "scene": f"toy/{name}", "source": "bench.py"}
     digests = {f"{side}_sha256": digest(path) for side, path in images.items()}
     paths = {side: str(path) for side, path in images.items()}
-    return known | paths | digests | {"references": references, "change_types": change_types}
+    return fields | paths | digests | {"references": references, "change_types": change_types}
 
 
 def paint(path: Path, colour: tuple[int, int, int]) -> Path:
@@ -155,9 +155,9 @@ def config(**changes: Any) -> Evaluate:
 
 
 def compute(**changes: Any) -> Compute:
-    known = load_params(REPOSITORY / "profiles/embedded.yaml").compute.model_dump()
-    known |= dict.fromkeys(("workers", "max_failures", "val_pairs", "caption_val_pairs"), 0)
-    return Compute(**(known | {"micro_batch": 1, "scorer_timeout_s": 120} | changes))
+    settings = load_params(REPOSITORY / "profiles/embedded.yaml").compute.model_dump()
+    settings |= dict.fromkeys(("workers", "max_failures", "val_pairs", "caption_val_pairs"), 0)
+    return Compute(**(settings | {"micro_batch": 1, "scorer_timeout_s": 120} | changes))
 
 
 def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:
@@ -178,11 +178,11 @@ def small_table(folder: Path, monkeypatch: pytest.MonkeyPatch, *entries: tuple[s
     return package
 
 
-def fake_java(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, then: str) -> Path:
-    """A `java` first on PATH that runs the shell line `then` if its arguments hold `when`, else the real Java."""
+def fake_java(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, shell_line: str) -> Path:
+    """A `java` first on PATH that runs `shell_line` if its arguments hold `when`, else the real Java."""
     folder.mkdir()
     script = folder / "java"
-    script.write_text(f'#!/bin/sh\ncase "$*" in *{when}*) {then};; esac\nexec {shutil.which("java")} "$@"\n')
+    script.write_text(f'#!/bin/sh\ncase "$*" in *{when}*) {shell_line};; esac\nexec {shutil.which("java")} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     return script
@@ -196,44 +196,54 @@ def evidence(root, pairs, specs=None, with_grammar=True, intervals=None, **score
     protocols = select_protocols(pairs, specs)
     parsed = parse(pairs) if with_grammar else {}
     numbers = {pair.id: float(number) for number, pair in enumerate(pairs)}
-    found = {one.name: merge(metrics, one.groups, fixed(one, numbers, parsed, scores)) for one in protocols}
+    scores_by_protocol = {
+        protocol.name: merge(metrics, protocol.groups, fixed_scores(protocol, numbers, parsed, scores))
+        for protocol in protocols
+    }
     return Evidence(
         metrics=metrics,
-        report=summarise(len(pairs), len(pairs), protocols, found, dict.fromkeys(found, intervals or {})),
+        report=summarise(
+            len(pairs), len(pairs), protocols, scores_by_protocol, dict.fromkeys(scores_by_protocol, intervals or {})
+        ),
         protocols=protocols,
-        pair_scores={name: of.pairs for name, of in found.items()},
+        pair_scores={name: protocol_scores.pairs for name, protocol_scores in scores_by_protocol.items()},
         parsed=parsed,
         specs=specs,
         saliency=root / "predictions" / "saliency.npz",
     )
 
 
-def fixed(one, numbers, parsed, scores) -> dict[str, MetricScores]:
-    found = {}
+def fixed_scores(protocol, numbers, parsed, scores) -> dict[str, MetricScores]:
+    scores_by_metric = {}
     for name in SHOWN[:4]:
         values = dict.fromkeys(METRICS[name].scores, 0.5) | {
             score: value for score, value in scores.items() if score in METRICS[name].scores
         }
-        found[name] = MetricScores(dict.fromkeys(one.groups, values), {})
-    found["CIDEr"] = MetricScores(
-        {**found["CIDEr"].groups, ALL: {**found["CIDEr"].groups[ALL], "CIDEr_shuffled": 0.05}},
-        {pair.id: {"CIDEr": numbers[pair.id]} for pair in one.pairs},
+        scores_by_metric[name] = MetricScores(dict.fromkeys(protocol.groups, values), {})
+    scores_by_metric["CIDEr"] = MetricScores(
+        {
+            **scores_by_metric["CIDEr"].groups,
+            ALL_PAIRS: {**scores_by_metric["CIDEr"].groups[ALL_PAIRS], "CIDEr_shuffled": 0.05},
+        },
+        {pair.id: {"CIDEr": numbers[pair.id]} for pair in protocol.pairs},
     )
-    found["SPICE"] = MetricScores({}, {}, {"SPICE": "its jars are not there"})
-    found["change_accuracy"] = METRICS["change_accuracy"].compute(one.pairs, one.groups, tools(parsed=parsed))
-    return found
+    scores_by_metric["SPICE"] = MetricScores({}, {}, {"SPICE": "its jars are not there"})
+    scores_by_metric["change_accuracy"] = METRICS["change_accuracy"].compute(
+        protocol.pairs, protocol.groups, tools(parsed=parsed)
+    )
+    return scores_by_metric
 
 
-def draw(drawn_from: Evidence, folder: Path, inside_mb: int = 10) -> str:
-    """The page, whose images stand inside it unless they have more than `inside_mb` MB."""
-    write_report(drawn_from, folder, inside_mb)
+def draw(drawn_from: Evidence, folder: Path, embedded_mb: int = 10) -> str:
+    """The page, whose images stand inside it unless they have more than `embedded_mb` MB."""
+    write_report(drawn_from, folder, embedded_mb)
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def write_scores(known: Evidence, folder: Path) -> Path:
+def write_scores(shown: Evidence, folder: Path) -> Path:
     folder.mkdir(parents=True)
-    scores = {name: MetricScores({}, pairs) for name, pairs in known.pair_scores.items()}
-    pq.write_table(score_table(known.metrics, known.protocols, scores), folder / "scores.parquet")
+    scores = {name: MetricScores({}, pairs) for name, pairs in shown.pair_scores.items()}
+    pq.write_table(score_table(shown.metrics, shown.protocols, scores), folder / "scores.parquet")
     return folder
 
 

@@ -34,11 +34,11 @@ def in_english(text: str) -> str:
     return " ".join(WORDS[sign] for sign in text)
 
 
-ENGLISH = [(in_english(said), in_english(meant)) for said, meant in CHINESE]
+ENGLISH = [(in_english(caption), in_english(reference)) for caption, reference in CHINESE]
 
 
 def tokens_of(*texts: str) -> list[str]:
-    tokens = tokenise_characters(texts, lambda others: tokenise(others, LIMIT_S))
+    tokens = tokenise_characters(texts, lambda texts_of_words: tokenise(texts_of_words, LIMIT_S))
     return [tokens[text] for text in texts]
 
 
@@ -128,7 +128,7 @@ def test_characters_score_as_words_do_to_the_last_digit(tmp_path):
 
 
 def test_captions_that_are_equal_up_to_spaces_score_as_equal(tmp_path):
-    spaced = [(" ".join(said), meant) for said, meant in CHINESE]
+    spaced = [(" ".join(caption), reference) for caption, reference in CHINESE]
     assert scored(tmp_path / "a", spaced).scores == scored(tmp_path / "b", CHINESE).scores
 
 
@@ -168,9 +168,11 @@ def write_run(root: Path, monkeypatch: pytest.MonkeyPatch, is_chinese: bool = Tr
     if is_chinese:
         references = {name: f"第{name}棵{sign}不见了" for name, sign in zip("012345", "树灯车房桥路", strict=True)}
         records = [(name, types, [references[name]]) for name, types, _ in bench.RECORDS]
-        said = {f"toy/{name}": text.replace("不", "没") if int(name) > 1 else text for name, text in references.items()}
+        captions = {
+            f"toy/{name}": text.replace("不", "没") if int(name) > 1 else text for name, text in references.items()
+        }
         monkeypatch.setattr(bench, "RECORDS", records)
-        monkeypatch.setattr(bench, "PREDICTIONS", said)
+        monkeypatch.setattr(bench, "PREDICTIONS", captions)
     folders = bench.write(root)
     metrics = ["CIDEr", "ROUGE-L", "BLEU", "METEOR", "change_accuracy"]
     return folders, bench.run(folders, root / "out", metrics=metrics)
@@ -193,7 +195,7 @@ def test_evaluate_writes_scores_of_characters_to_every_file(tmp_path, monkeypatc
     assert "<dt>CIDEr-char</dt>" in page
     assert '<div class="tile"><dt>CIDEr</dt>' not in page
     assert "<dt>CIDEr</dt><dd>Absent." in page
-    assert "Words are split by characters in scripts without spaces" in page
+    assert "each character counts as a word" in page
 
 
 @pytest.mark.slow(13)  # METEOR's Java program
@@ -212,21 +214,23 @@ def test_compare_shows_scores_of_characters_and_refuses_files_of_other_tokens(tm
     assert "CIDEr-char" in names
     assert "CIDEr" not in names
     older = pq.read_table(out / "scores.parquet")
-    kept = [name for name in older.column_names if not name.endswith("-char")]
-    older = older.select(kept).set_column(kept.index("CIDEr"), "CIDEr", pa.array([0.0] * older.num_rows))
+    word_columns = [name for name in older.column_names if not name.endswith("-char")]
+    older = older.select(word_columns).set_column(
+        word_columns.index("CIDEr"), "CIDEr", pa.array([0.0] * older.num_rows)
+    )
     (tmp_path / "older").mkdir()
     pq.write_table(older, tmp_path / "older" / "scores.parquet")
-    for first, second in ((tmp_path / "older", out), (out, tmp_path / "older")):
+    for first_folder, second_folder in ((tmp_path / "older", out), (out, tmp_path / "older")):
         files = {"path": tmp_path / "older" / "scores.parquet", "other": out / "scores.parquet"}
         with raises(DataError, "compare.tokens_differ", protocol="toy/test", **files):
-            compare(first, second, folders.records, folders.clean, tmp_path / "page.html")
+            compare(first_folder, second_folder, folders.records, folders.clean, tmp_path / "page.html")
 
 
 @pytest.mark.slow(26)  # METEOR's Java program
 def test_a_chinese_and_an_english_dataset_in_a_run_each_have_their_own_scores():
     protocol = Protocol("test", n=None)
-    english = [bench.pair(said, [meant], [], f"en{n}") for n, (said, meant) in enumerate(ENGLISH)]
-    chinese = [bench.pair(said, [meant], [], f"zh{n}") for n, (said, meant) in enumerate(CHINESE)]
+    english = [bench.pair(caption, [reference], [], f"en{n}") for n, (caption, reference) in enumerate(ENGLISH)]
+    chinese = [bench.pair(caption, [reference], [], f"zh{n}") for n, (caption, reference) in enumerate(CHINESE)]
     protocols = [ProtocolPairs("en", protocol, english), ProtocolPairs("zh", protocol, chinese)]
     metrics = choose_metrics(["CIDEr", "METEOR"])
     together = compute_metrics(metrics, protocols, {}, None, LIMIT_S)
@@ -297,7 +301,7 @@ def test_a_champion_that_was_scored_by_words_is_scored_again():
 
 def test_the_best_checkpoint_is_chosen_by_characters_too():
     references = [[meant] for _, meant in CHINESE]
-    said = [said for said, _ in CHINESE]
-    english = cider([[in_english(meant)] for _, meant in CHINESE], [in_english(text) for text in said])
-    assert cider(references, said) == english
-    assert cider(references, [" ".join(text) for text in said]) == english
+    captions = [caption for caption, _ in CHINESE]
+    english = cider([[in_english(meant)] for _, meant in CHINESE], [in_english(text) for text in captions])
+    assert cider(references, captions) == english
+    assert cider(references, [" ".join(text) for text in captions]) == english

@@ -8,7 +8,7 @@ import pytest
 
 from m3diff.datasets.minichange.language import grammar as minichange_grammar
 from m3diff.records.errors import DataError
-from m3diff.scoring.grammar import Clause, Grammar, ParsedCaption, load_grammars, parse_predictions, type_order
+from m3diff.scoring.grammar import Clause, Grammar, ParsedCaption, change_type_order, load_grammars, parse_predictions
 from tests.errors import raises
 from tests.scoring import bench
 
@@ -42,15 +42,15 @@ def strictly(kind: str, prediction: str, *references: str, swapped: str | None =
     ],
 )
 def test_a_caption_is_read_clause_by_clause(caption: str, clauses: list[Clause], name: str):
-    assert bench.grammar().read(caption) == clauses
-    found = parsed(caption, RED)
-    assert found.predicted_type == name
-    assert found.is_unreadable == (Clause("unreadable") in clauses)
-    assert found.claimed_changes == sum(clause.type != "unreadable" for clause in clauses)
+    assert bench.grammar().parse_clauses(caption) == clauses
+    parsed_caption = parsed(caption, RED)
+    assert parsed_caption.predicted_type == name
+    assert parsed_caption.is_unreadable == (Clause("unreadable") in clauses)
+    assert parsed_caption.claimed_changes == sum(clause.type != "unreadable" for clause in clauses)
 
 
 @pytest.mark.parametrize(
-    ("caption", "wanted"),
+    ("caption", "verdicts"),
     [
         (RED, (True, True, True)),
         ("the red cube at the left turned green", (True, True, False)),
@@ -60,18 +60,18 @@ def test_a_caption_is_read_clause_by_clause(caption: str, clauses: list[Clause],
         (f"{RED}, and {RED}", (False, False, False)),
     ],
 )
-def test_type_place_and_exact_verdicts(caption: str, wanted: tuple[bool, bool, bool]):
-    assert parsed(caption, RED).correct == wanted
+def test_type_place_and_exact_verdicts(caption: str, verdicts: tuple[bool, bool, bool]):
+    assert parsed(caption, RED).correctness == verdicts
 
 
 def test_whatever_reference_names_the_object_counts_but_each_part_for_itself():
     caption = "the red cube at the left became blue"
-    both = ("the red box at the left turned blue", "the red cube at the top turned blue")
-    assert parsed(caption, *both).correct.exact
-    found = parsed(RED, RED)
-    assert found.agreement(Clause("color", "red cube", "at the top")) == (True, True, False)
-    assert found.agreement(Clause("color", "red ball", "at the left")) == (True, False, True)
-    assert found.agreement(Clause("removal", "red cube", "at the left")) == (False, False, False)
+    references = ("the red box at the left turned blue", "the red cube at the top turned blue")
+    assert parsed(caption, *references).correctness.exact
+    parsed_caption = parsed(RED, RED)
+    assert parsed_caption.compare_with_references(Clause("color", "red cube", "at the top")) == (True, True, False)
+    assert parsed_caption.compare_with_references(Clause("color", "red ball", "at the left")) == (True, False, True)
+    assert parsed_caption.compare_with_references(Clause("removal", "red cube", "at the left")) == (False, False, False)
 
 
 SIGN = "at the top the small red sign reads"
@@ -103,16 +103,16 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("what", [*WRONG, *ELSEWHERE])
-def test_a_caption_that_is_wrong_in_one_thing_is_wrong_exactly(what: str):
+@pytest.mark.parametrize("fault", [*WRONG, *ELSEWHERE])
+def test_a_caption_that_is_wrong_in_one_thing_is_wrong_exactly(fault: str):
     """By place too where object and place say all that changed."""
-    kind, reference, prediction = (WRONG | ELSEWHERE)[what]
-    assert strictly(kind, prediction, reference).correct == (True, what in WRONG, False)
-    assert strictly(kind, reference, reference).correct.exact
+    kind, reference, prediction = (WRONG | ELSEWHERE)[fault]
+    assert strictly(kind, prediction, reference).correctness == (True, fault in WRONG, False)
+    assert strictly(kind, reference, reference).correctness.exact
 
 
 @pytest.mark.parametrize(
-    ("said", "references", "right"),
+    ("caption", "references", "right"),
     [
         (f"{ARROW} left now", ("left now", "left instead of up"), True),
         (f"{ARROW} left instead of up", ("left now", "left instead of up"), True),
@@ -123,9 +123,9 @@ def test_a_caption_that_is_wrong_in_one_thing_is_wrong_exactly(what: str):
         (f"{ARROW} left instead of left", ("left now",), False),
     ],
 )
-def test_what_it_was_need_not_be_said_and_is_not_judged_where_no_reference_tells(said, references, right: bool):
-    found = strictly("orientation", said, *(f"{ARROW} {reference}" for reference in references))
-    assert found.correct.exact is right
+def test_what_it_was_need_not_be_said_and_is_not_judged_where_no_reference_tells(caption, references, right: bool):
+    parsed_caption = strictly("orientation", caption, *(f"{ARROW} {reference}" for reference in references))
+    assert parsed_caption.correctness.exact is right
 
 
 SWAPPED = {
@@ -144,37 +144,43 @@ SWAPPED = {
 
 @pytest.mark.parametrize("reference", SWAPPED)
 def test_swapped_images_show_the_inverse_change(reference: str):
-    (clause,) = MINI.read(reference)
+    (clause,) = MINI.parse_clauses(reference)
     for swapped, right in ((SWAPPED[reference], True), (reference, False), ("nothing changed", False)):
-        found = strictly(clause.type, reference, reference, swapped=swapped).reversed
-        assert found is not None
-        assert found.correct.exact is right
+        parsed_caption = strictly(clause.type, reference, reference, swapped=swapped).reversed_caption
+        assert parsed_caption is not None
+        assert parsed_caption.correctness.exact is right
 
 
 def test_only_pairs_of_one_change_with_an_inverse_have_a_reversal():
-    one = f"{BOX} turned blue"
-    two = f"{BOX} turned blue, and {LAMP}"
+    one_change = f"{BOX} turned blue"
+    two_changes = f"{BOX} turned blue, and {LAMP}"
     gone = f"{BOX} was removed and left a mark"
-    for kind, text, swapped in (("color", one, None), ("color", two, two), ("removal", gone, gone)):
-        assert strictly(kind, text, text, swapped=swapped).reversed is None
-    assert strictly("none", "nothing changed", "nothing changed", swapped="nothing changed").reversed is None
+    for kind, text, swapped in (
+        ("color", one_change, None),
+        ("color", two_changes, two_changes),
+        ("removal", gone, gone),
+    ):
+        assert strictly(kind, text, text, swapped=swapped).reversed_caption is None
+    assert strictly("none", "nothing changed", "nothing changed", swapped="nothing changed").reversed_caption is None
     pair = replace(bench.pair(RED, [RED], ["color"]), reversed_prediction=RED)
-    assert bench.parse([pair])[pair.id].reversed is None
-    found = strictly("color", one, one, swapped="at the top the small blue box turned green").reversed
-    assert found is not None
-    assert found.correct == (True, True, False), "it is judged as strictly"
+    assert bench.parse([pair])[pair.id].reversed_caption is None
+    parsed_caption = strictly(
+        "color", one_change, one_change, swapped="at the top the small blue box turned green"
+    ).reversed_caption
+    assert parsed_caption is not None
+    assert parsed_caption.correctness == (True, True, False), "it is judged as strictly"
 
 
 def test_of_two_changes_of_one_type_object_place_and_colour_must_belong_together():
     crossed = "the red cube at the top turned blue, and the blue ball at the left turned red"
-    assert not parsed(crossed, f"{RED}, and {BLUE}").correct.place
-    assert parsed(f"{BLUE}, and {RED}", f"{RED}, and {BLUE}").correct.exact
+    assert not parsed(crossed, f"{RED}, and {BLUE}").correctness.place
+    assert parsed(f"{BLUE}, and {RED}", f"{RED}, and {BLUE}").correctness.exact
     colours = "the red cube at the left turned red, and the blue ball at the top turned blue"
-    assert parsed(colours, f"{RED}, and {BLUE}").correct == (True, True, False)
+    assert parsed(colours, f"{RED}, and {BLUE}").correctness == (True, True, False)
 
 
 @pytest.mark.parametrize(
-    ("caption", "other", "found"),
+    ("caption", "second_reference", "counts"),
     [
         (f"{RED}, and {LAMP}", LAMP, (2, 2, 2)),
         (f"the red cube at the left turned green, and {LAMP}", LAMP, (2, 2, 1)),
@@ -184,8 +190,8 @@ def test_of_two_changes_of_one_type_object_place_and_colour_must_belong_together
         (f"{RED}, and {RED}", BLUE, (2, 1, 1)),
     ],
 )
-def test_named_changes_are_counted_among_several(caption: str, other: str, found: tuple[int, int, int]):
-    assert parsed(caption, f"{RED}, and {other}", types=("color", "illumination")).named_changes == found
+def test_named_changes_are_counted_among_several(caption: str, second_reference: str, counts: tuple[int, int, int]):
+    assert parsed(caption, f"{RED}, and {second_reference}", types=("color", "illumination")).named_changes == counts
 
 
 def test_a_prediction_is_read_with_its_datasets_grammar_if_that_reads_a_reference(tmp_path: Path):
@@ -200,11 +206,11 @@ def test_a_prediction_is_read_with_its_datasets_grammar_if_that_reads_a_referenc
         bench.pair(RED, ["somebody left the car park"], ["color"], "3"),
         bench.pair(RED, [RED], [], "4"),  # nobody knows what changed
     ]
-    found = parse_predictions(load_grammars(tmp_path, ["other", "loud", "toy"]), pairs)
-    assert {i: caption.predicted_type for i, caption in found.items()} == {"toy/0": "color", "toy/1": "loud"}
-    assert found["toy/1"].reference_clauses == [[Clause("loud")]]
+    captions = parse_predictions(load_grammars(tmp_path, ["other", "loud", "toy"]), pairs)
+    assert {i: caption.predicted_type for i, caption in captions.items()} == {"toy/0": "color", "toy/1": "loud"}
+    assert captions["toy/1"].reference_clauses == [[Clause("loud")]]
     ordered = ["viewpoint", "color", "drop", "none", "several", "unreadable"]  # OmniDiff's, a dataset's own, the rest
-    assert sorted(reversed(ordered), key=type_order) == ordered
+    assert sorted(reversed(ordered), key=change_type_order) == ordered
 
 
 RULES = '"clause_separator": ", ", "no_change": []'

@@ -2,9 +2,9 @@
 
 import pytest
 
-from m3diff.scoring.language import is_another_language, note_of_language
+from m3diff.scoring.language import is_foreign, note_foreign_references
 
-OTHER = {
+FOREIGN = {
     "German": "Der rote Becher ist weg",
     "French": "la tasse rouge a disparu du bureau",
     "Spanish": "El coche rojo ya no aparece",
@@ -23,18 +23,18 @@ ENGLISH = {
 }
 
 
-@pytest.mark.parametrize("text", OTHER.values(), ids=OTHER)
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=FOREIGN)
 def test_a_caption_of_another_language_is_noticed(text):
-    assert is_another_language(text)
+    assert is_foreign(text)
 
 
 @pytest.mark.parametrize("text", ENGLISH.values(), ids=ENGLISH)
 def test_an_english_caption_is_not_taken_for_another_language(text):
-    assert not is_another_language(text)
+    assert not is_foreign(text)
 
 
 def test_the_note_counts_references_and_names_the_metrics_that_are_computed():
-    (note,) = note_of_language("mine", ["der Becher ist weg", "the mug is gone", ""], ["CIDEr", "METEOR"])
+    (note,) = note_foreign_references("mine", ["der Becher ist weg", "the mug is gone", ""], ["CIDEr", "METEOR"])
     assert note.startswith("mine: 1 of 2 references")
     assert "METEOR" in note
     assert "SPICE" not in note
@@ -51,4 +51,4 @@ def test_the_note_counts_references_and_names_the_metrics_that_are_computed():
     ids=["no English metric", "one in twenty", "all English", "no reference"],
 )
 def test_there_is_no_note_where_english_metrics_read_english(references, metrics):
-    assert note_of_language("mine", references, metrics) == []
+    assert note_foreign_references("mine", references, metrics) == []

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from m3diff.datasets.minichange import CHANGE_TYPES, SAMPLERS, references, sample_types
-from m3diff.scoring.marks import PATTERNS, REPETITION, find_candidates, may_repeat, notes_of_marks
+from m3diff.scoring.marks import PATTERNS, REPETITION, find_candidates, may_repeat, note_marks
 
 TEXTS = [
     "the lamp on the table is gone",
@@ -26,8 +26,8 @@ MARKS = {
         "{} EOS", "<image>\n{}", "{}<br>", "[TOOL_CALLS] {}", "<answer>{}</answer>", "<think>hm</think>{}",
         "<a href='x'>{}</a>", "<img/>{}",
     ],
-    "marks of subwords": ["{} ##ing", "▁{}", "the Ġlamp {}", "{}Ċ", "{} ⁇", "{} \ufffd"],
-    "a role or a prompt": [
+    "subword marks of a tokenizer": ["{} ##ing", "▁{}", "the Ġlamp {}", "{}Ċ", "{} ⁇", "{} \ufffd"],
+    "a role name or a prompt": [
         "USER: What has changed? ASSISTANT: {}", "assistant\n{}", "Question: What changed? Answer: {}",
         "### Response: {}", "What has changed between the two images? {}", "{}\nHuman: and now", "Thought: {}",
         "Describe the difference between the two images. {}", "You are a helpful assistant. {}",
@@ -40,7 +40,7 @@ MARKS = {
         "```json\n{}\n```", "**{}**", "- {}", "• {}", "1. {}", "# {}", "\\boxed{{{}}}", "{} &amp; more",
     ],
     "control characters or escape sequences": ["\x1b[31m{}", "\u200b{}", "{}\x07", "{}\\n", "{}\\u2019"],
-    "words of a chat model to its user": [
+    "a chat model's words to its user": [
         "Sure! Here is the caption: {}", "Certainly! {}", "Here's a one-sentence description: {}",
         "Based on the provided images, {}", "{} Let me know if you need more.", "Caption: {}", "Final Answer: {}",
     ],
@@ -48,7 +48,7 @@ MARKS = {
         "I'm sorry, I cannot see the images.", "As an AI language model, I {}", "I am unable to view images",
         "Please provide the images.", "I can't view {}", "I apologize, but {}",
     ],
-    "a phrase over and over": [
+    REPETITION: [
         "{0} {0} {0} {0} {0}", "the the the the the {}", "{}" + " and the" * 5, "{} !!!!!!!!!!!!!!!!"
     ],
     "a placeholder": ["nan", "None", "[]", "N/A", "null", "-", "...", "undefined", "!!!!"],
@@ -59,22 +59,22 @@ MARKS = {
 @pytest.mark.parametrize(("kind", "variant"), [(kind, variant) for kind in MARKS for variant in MARKS[kind]])
 def test_a_mark_in_every_caption_is_counted_and_one_caption_is_shown(kind: str, variant: str):
     marked = [variant.format(text) for text in TEXTS]
-    (note,) = [note for note in notes_of_marks(marked) if note.startswith("6 of 6 captions ") and kind in note]
-    shown = literal_eval(note.partition("such as ")[2].removesuffix("; scored unchanged"))
+    (note,) = [note for note in note_marks(marked) if note.startswith("6 of 6 captions ") and kind in note]
+    shown = literal_eval(note.partition("such as ")[2].rpartition("; ")[0])
     assert shown in marked[0]
 
 
 @pytest.mark.parametrize("kind", MARKS)
 def test_one_marked_reference_is_enough_for_a_note(kind: str):
     captions = [*TEXTS, MARKS[kind][0].format(TEXTS[0])]
-    (note,) = [note for note in notes_of_marks(captions, "references") if kind in note]
+    (note,) = [note for note in note_marks(captions, "references") if kind in note]
     assert note.startswith("1 of 7 references ")
 
 
 @pytest.mark.parametrize("text", ["\n", " ", "!", ". ", "a ", "* a ", "`a ", "<a ", "a: ", "| ", "{a: ", "what image "])
 def test_a_long_caption_takes_no_time(text: str):
     begin = time.process_time()
-    notes_of_marks([text * 30_000, text * 30_000 + "x"])
+    note_marks([text * 30_000, text * 30_000 + "x"])
     assert time.process_time() - begin < 4
 
 
@@ -89,7 +89,7 @@ ORDINARY = [
 
 
 def test_ordinary_captions_have_no_note():
-    assert notes_of_marks((ORDINARY + TEXTS) * 3) == []
+    assert note_marks((ORDINARY + TEXTS) * 3) == []
 
 
 def test_captions_of_minichange_have_no_note():
@@ -100,7 +100,7 @@ def test_captions_of_minichange_have_no_note():
             changes = sampler.sample_pair(rng, sample_types(rng, number, 0.3, CHANGE_TYPES)).changes
             captions += references(changes, 3)
     assert len(captions) > 2_000
-    assert notes_of_marks(captions) == []
+    assert note_marks(captions) == []
 
 
 # Parts of marked captions; joined at random, many hold a mark of some kind and many hold none
@@ -126,6 +126,15 @@ def test_the_fast_search_passes_over_no_marked_caption(kind):
     assert [caption for caption in marked if caption not in searched] == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "caption"),
+    [("special tokens or tags", "<img src=x>"), ("a role name or a prompt", "### the answer is: gone")],
+)
+def test_the_fast_search_finds_a_mark_with_spaces(kind: str, caption: str):
+    assert PATTERNS[kind].search(caption)
+    assert find_candidates(kind, [caption]) == [caption]
+
+
 def test_the_fast_search_leaves_out_what_people_write():
     captions = [f"the {color} cube, which is behind the ball, moved to the left" for color in ("red", "blue", "green")]
     assert [find_candidates(kind, captions) for kind in PATTERNS] == [[]] * len(PATTERNS)
@@ -133,7 +142,7 @@ def test_the_fast_search_leaves_out_what_people_write():
 
 def test_a_note_counts_every_copy_of_a_marked_caption():
     captions = ["<|im_end|> gone", "the cube is gone", "<|im_end|> gone"]
-    (note,) = notes_of_marks(captions)
+    (note,) = note_marks(captions)
     assert note.startswith("2 of 3 captions ")
     assert "'<|im_end|> gone'" in note
 

@@ -33,15 +33,15 @@ from m3diff.scoring.metrics import (
     change_accuracy,
     choose_metrics,
     cider,
+    divide_sums,
     gate_metrics,
     mean_of,
     pixel_threshold,
-    ratio,
     rouge_l,
 )
 from m3diff.scoring.metrics.ngrams import distinct
-from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, differences, roc_auc
-from m3diff.scoring.pairs import ALL, Groups
+from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, measure_differences, roc_auc
+from m3diff.scoring.pairs import ALL_PAIRS, Groups
 from tests.errors import Message, raises
 from tests.scoring import bench
 from tests.scoring.bench import REAL, needs_real
@@ -51,12 +51,12 @@ SIX_PREDICTIONS = {i: texts[0] if int(i) % 2 else "the cube is gone" for i, text
 
 
 def compute(metric, references, predictions, groups: Groups | None = None, shuffled=None) -> MetricScores:
-    return metric.compute([], groups or {ALL: list(predictions)}, bench.tools(references, predictions, shuffled))
+    return metric.compute([], groups or {ALL_PAIRS: list(predictions)}, bench.tools(references, predictions, shuffled))
 
 
 def test_the_cider_of_one_pair_is_absent():
     scores = compute(cider, {"a": ["red cube"]}, {"a": "red cube"})
-    assert scores.groups[ALL] == {"CIDEr": None, "CIDEr_shuffled": None}
+    assert scores.groups[ALL_PAIRS] == {"CIDEr": None, "CIDEr_shuffled": None}
     assert scores.pairs == {"a": {"CIDEr": 0.0}}
     assert scores.absent.keys() == {"CIDEr_shuffled"}
 
@@ -64,9 +64,11 @@ def test_the_cider_of_one_pair_is_absent():
 def test_the_control_of_cider_is_that_of_the_shuffled_predictions():
     references = {"a": ["red cube"], "b": ["blue ball"]}
     predictions = {"a": "red cube", "b": "blue ball"}
-    groups = {ALL: ["a", "b"], "change": ["a", "b"]}
+    groups = {ALL_PAIRS: ["a", "b"], "change": ["a", "b"]}
     scores = compute(cider, references, predictions, groups, shuffled={"a": "x", "b": "blue y"})
-    assert scores.groups[ALL]["CIDEr_shuffled"] == pytest.approx(10 * 0.5 / 4 / 2)  # cosines of 1- to 4-grams, 2 pairs
+    assert scores.groups[ALL_PAIRS]["CIDEr_shuffled"] == pytest.approx(
+        10 * 0.5 / 4 / 2
+    )  # cosines of 1- to 4-grams, 2 pairs
     assert "CIDEr_shuffled" not in scores.groups["change"]
     assert scores.absent == {}
 
@@ -86,15 +88,15 @@ def test_the_control_of_some_pairs_has_the_word_weights_of_all_pairs():
     as_predictions = compute(cider, references, shifted)  # so that each pair's score shows
     scores = compute(cider, references, shifted, None, {pair_id: shifted[pair_id] for pair_id in sample})
     mean_of_sample = np.mean([as_predictions.pairs[pair_id]["CIDEr"] for pair_id in sample])
-    assert scores.groups[ALL]["CIDEr_shuffled"] == pytest.approx(mean_of_sample)
-    assert scores.groups[ALL]["CIDEr_shuffled"] != as_predictions.groups[ALL]["CIDEr"]
+    assert scores.groups[ALL_PAIRS]["CIDEr_shuffled"] == pytest.approx(mean_of_sample)
+    assert scores.groups[ALL_PAIRS]["CIDEr_shuffled"] != as_predictions.groups[ALL_PAIRS]["CIDEr"]
 
 
 @pytest.mark.parametrize("metric", [bleu, rouge_l, cider])
 def test_a_group_has_the_scores_that_it_would_have_alone_and_an_empty_one_has_none(metric):
-    some = ["1", "2", "4"]
-    within = compute(metric, SIX, SIX_PREDICTIONS, {ALL: list(SIX), "some": some, "none": []}).groups
-    alone = compute(metric, {i: SIX[i] for i in some}, {i: SIX_PREDICTIONS[i] for i in some}).groups[ALL]
+    ids = ["1", "2", "4"]
+    within = compute(metric, SIX, SIX_PREDICTIONS, {ALL_PAIRS: list(SIX), "some": ids, "none": []}).groups
+    alone = compute(metric, {i: SIX[i] for i in ids}, {i: SIX_PREDICTIONS[i] for i in ids}).groups[ALL_PAIRS]
     assert within["some"] == pytest.approx({name: alone[name] for name in within["some"]}, nan_ok=True)
     assert "none" not in within
 
@@ -121,36 +123,38 @@ def stock(references: dict[str, list[str]], predictions: dict[str, str]) -> dict
     with redirect_stdout(io.StringIO()) as printed:
         bleu_corpus, bleu_pairs = Bleu(4).compute_score(references, results, verbose=1)
     counts = ast.literal_eval(printed.getvalue().splitlines()[0])
-    found = {f"BLEU-{n + 1}": (bleu_corpus[n], bleu_pairs[n]) for n in range(4)}
-    found["counts"] = (*counts["correct"], *counts["guess"], counts["testlen"], counts["reflen"])
+    scores = {f"BLEU-{n + 1}": (bleu_corpus[n], bleu_pairs[n]) for n in range(4)}
+    scores["counts"] = (*counts["correct"], *counts["guess"], counts["testlen"], counts["reflen"])
     assert len(references) > 1
     in_python = {"ROUGE-L": Rouge(), "CIDEr": Cider()}
-    return found | {name: scorer.compute_score(references, results) for name, scorer in in_python.items()}
+    return scores | {name: scorer.compute_score(references, results) for name, scorer in in_python.items()}
 
 
 def assert_equal_to_stock(references: dict[str, list[str]], predictions: dict[str, str]) -> dict[str, MetricScores]:
     pairs = list(predictions)
-    wanted = stock(references, predictions)
-    found = {metric.METRIC.headline: compute(metric, references, predictions) for metric in (bleu, rouge_l, cider)}
-    for headline, one in found.items():
+    stock_scores = stock(references, predictions)
+    scores_by_headline = {
+        metric.METRIC.headline: compute(metric, references, predictions) for metric in (bleu, rouge_l, cider)
+    }
+    for headline, scores in scores_by_headline.items():
         rough = {"rel": 1e-9, "abs": 1e-12} if headline == "CIDEr" else {"rel": 0, "abs": 0}
-        for name, value in one.groups[ALL].items():
-            assert name == "CIDEr_shuffled" or value == pytest.approx(wanted[name][0], **rough), name
-        assert [one.pairs[i][headline] for i in pairs] == pytest.approx(list(wanted[headline][1]), **rough)
-    statistics = [of_pair["BLEU_statistics"] for of_pair in found["BLEU-4"].pairs.values()]
-    assert tuple(np.sum(statistics, axis=0)) == wanted["counts"]
-    return found
+        for name, value in scores.groups[ALL_PAIRS].items():
+            assert name == "CIDEr_shuffled" or value == pytest.approx(stock_scores[name][0], **rough), name
+        assert [scores.pairs[i][headline] for i in pairs] == pytest.approx(list(stock_scores[headline][1]), **rough)
+    statistics = [of_pair["BLEU_statistics"] for of_pair in scores_by_headline["BLEU-4"].pairs.values()]
+    assert tuple(np.sum(statistics, axis=0)) == stock_scores["counts"]
+    return scores_by_headline
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_scores_of_random_captions_equal_pycocoevalcap_and_follow_from_their_columns(seed: int):
     references, predictions = random_captions(seed)
-    for headline, found in assert_equal_to_stock(references, predictions).items():
-        metric = next(one for one in METRICS.values() if one.headline == headline)
+    for headline, scores in assert_equal_to_stock(references, predictions).items():
+        metric = next(metric for metric in METRICS.values() if metric.headline == headline)
         for name, (column, score) in metric.resampled.items():
-            rows = np.array([found.pairs[i][column] for i in references], float)
+            rows = np.array([scores.pairs[i][column] for i in references], float)
             rows = rows if rows.ndim == 2 else np.stack([rows, np.ones(len(rows))], axis=1)
-            assert score(rows.sum(axis=0)) == pytest.approx(found.groups[ALL][name], rel=1e-12)
+            assert score(rows.sum(axis=0)) == pytest.approx(scores.groups[ALL_PAIRS][name], rel=1e-12)
             assert np.isnan(score(0 * rows.sum(axis=0)))
         assert metric.resampled.keys() == set(metric.scores)
 
@@ -176,7 +180,7 @@ def test_scores_of_cocos_captions_are_those_of_pycocoevalcap():
 PAIRS = bench.pairs()
 PARSED = bench.parse(PAIRS)
 GROUPS = {
-    ALL: [pair.id for pair in PAIRS],
+    ALL_PAIRS: [pair.id for pair in PAIRS],
     "change": ["toy/0", "toy/1", "toy/2", "toy/3"],
     "multi_change": ["toy/3"],
     "distractors": ["toy/4", "toy/5"],
@@ -190,13 +194,13 @@ GONE = "the blue ball at the top was removed"
 
 
 def accuracy(pairs=PAIRS, groups: Groups | None = None) -> MetricScores:
-    groups = groups or (GROUPS if len(pairs) == 6 else {ALL: [pair.id for pair in pairs]})
+    groups = groups or (GROUPS if len(pairs) == 6 else {ALL_PAIRS: [pair.id for pair in pairs]})
     return change_accuracy.compute(pairs, groups, bench.tools(parsed=bench.parse(pairs)))
 
 
 def test_accuracies_are_those_counted_by_hand():
-    found = accuracy()
-    assert found.groups[ALL] == {
+    scores = accuracy()
+    assert scores.groups[ALL_PAIRS] == {
         "change_type_accuracy": 2 / 3,  # the third says that nothing changed
         "change_place_accuracy": 1 / 3,  # the second names another place
         "change_exact_accuracy": 1 / 3,
@@ -210,21 +214,21 @@ def test_accuracies_are_those_counted_by_hand():
     }
     right = {"type_accuracy": 1.0, "place_accuracy": 1.0, "exact_accuracy": 1.0}
     wrong = {"place_accuracy": 0.0, "exact_accuracy": 0.0}
-    half = {f"{of}_{what}": 1 / 2 for of in ("type", "place", "exact") for what in FRACTIONS}
-    whole = {"all_types_right": 0.0, "all_places_right": 0.0, "all_exact_right": 0.0}
-    assert {name: values for name, values in found.groups.items() if name != ALL} == {
+    half = {f"{level}_{fraction}": 1 / 2 for level in ("type", "place", "exact") for fraction in FRACTIONS}
+    shares = {"all_types_right": 0.0, "all_places_right": 0.0, "all_exact_right": 0.0}
+    assert {name: values for name, values in scores.groups.items() if name != ALL_PAIRS} == {
         "change": {"false_changes": 1 / 2, "false_changes_per_pair": 1 / 2},
-        "multi_change": {"changes": 2} | half | whole | {"false_changes": 1 / 2, "false_changes_per_pair": 1.0},
+        "multi_change": {"changes": 2} | half | shares | {"false_changes": 1 / 2, "false_changes_per_pair": 1.0},
         "distractors": {"false_changes": 1.0, "false_changes_per_pair": 1 / 2},
         "by_type/color": right | {"false_changes": 0.0, "false_changes_per_pair": 0.0},
         "by_type/removal": right | wrong | {"false_changes": 1.0, "false_changes_per_pair": 1.0},
         "by_type/illumination": wrong | {"type_accuracy": 0.0, "false_changes": None, "false_changes_per_pair": 0.0},
     }
     predicted = ["color", "removal", "none", "several", "none", "color"]
-    assert [of_pair["predicted_type"] for of_pair in found.pairs.values()] == predicted
-    assert [of_pair["type_right"] for of_pair in found.pairs.values()] == [True, True, False, False, True, False]
+    assert [of_pair["predicted_type"] for of_pair in scores.pairs.values()] == predicted
+    assert [of_pair["type_right"] for of_pair in scores.pairs.values()] == [True, True, False, False, True, False]
     for name in ("place_right", "exact_right"):
-        assert [of_pair[name] for of_pair in found.pairs.values()] == [True, False, False, False, True, False]
+        assert [of_pair[name] for of_pair in scores.pairs.values()] == [True, False, False, False, True, False]
 
 
 def test_precision_is_of_the_clauses_predicted_and_recall_of_the_changes_there_are():
@@ -235,16 +239,16 @@ def test_precision_is_of_the_clauses_predicted_and_recall_of_the_changes_there_a
         bench.pair(f"{GONE}, and the red ball at the left turned blue", [f"{RED}, and {GONE}"], types, "1"),
         bench.pair(f"{GONE}, and the red cube at the left turned green", [f"{RED}, and {GONE}"], types, "2"),
     ]
-    found = accuracy(pairs, {name: ["toy/0", "toy/1", "toy/2"] for name in (ALL, "multi_change")}).groups
+    groups = accuracy(pairs, {name: ["toy/0", "toy/1", "toy/2"] for name in (ALL_PAIRS, "multi_change")}).groups
     fractions = {"type": (1.0, 5 / 7, 10 / 12), "place": (4 / 5, 4 / 7, 8 / 12), "exact": (3 / 5, 3 / 7, 6 / 12)}
-    wanted = {f"{of}_{name}": values[n] for of, values in fractions.items() for n, name in enumerate(FRACTIONS)}
-    wanted |= {"changes": 7, "all_types_right": 2 / 3, "all_places_right": 1 / 3, "all_exact_right": 0.0}
-    assert {name: value for name, value in found["multi_change"].items() if "false" not in name} == wanted
-    assert found[ALL]["multi_change_place_f1"] == 8 / 12
-    assert found[ALL]["multi_change_exact_f1"] == 6 / 12
+    expected = {f"{level}_{name}": values[n] for level, values in fractions.items() for n, name in enumerate(FRACTIONS)}
+    expected |= {"changes": 7, "all_types_right": 2 / 3, "all_places_right": 1 / 3, "all_exact_right": 0.0}
+    assert {name: value for name, value in groups["multi_change"].items() if "false" not in name} == expected
+    assert groups[ALL_PAIRS]["multi_change_place_f1"] == 8 / 12
+    assert groups[ALL_PAIRS]["multi_change_exact_f1"] == 6 / 12
     silent = bench.pair("nothing changed", [f"{RED}, {lamp}"], ["color", "illumination"], "0")
-    assert accuracy([silent]).groups[ALL]["multi_change_exact_f1"] == 0.0
-    assert accuracy([bench.pair(RED, [RED], ["color"])]).groups[ALL]["multi_change_exact_f1"] is None
+    assert accuracy([silent]).groups[ALL_PAIRS]["multi_change_exact_f1"] == 0.0
+    assert accuracy([bench.pair(RED, [RED], ["color"])]).groups[ALL_PAIRS]["multi_change_exact_f1"] is None
     twice = bench.pair(f"{RED}, and {RED}, and x", [RED], ["color"])
     assert accuracy([twice, *PAIRS[1:]]).groups["by_type/color"]["false_changes"] == 1 / 2, "told twice, it came once"
 
@@ -253,39 +257,41 @@ def test_reversal_is_the_share_of_swapped_pairs_whose_inverse_change_is_named():
     right = "at the top the small red box turned blue"
     wrong = "at the top the small blue box turned red"
     for captions, share in (({0: wrong, 1: right, 3: right}, 1 / 3), ({}, None)):
-        one = bench.pair(right, [right], ["color"])  # in MiniChange's words
-        pairs = [replace(one, id=f"toy/{n}", reversed_prediction=captions.get(n)) for n in range(4)]
+        pair = bench.pair(right, [right], ["color"])  # in MiniChange's words
+        pairs = [replace(pair, id=f"toy/{n}", reversed_prediction=captions.get(n)) for n in range(4)]
         parsed = parse_predictions({"toy": Grammar(grammar())}, pairs)
-        found = change_accuracy.compute(pairs, {ALL: list(parsed)}, bench.tools(parsed=parsed))
-        assert found.groups[ALL]["reversal"] == share
-        assert ("predictions_reversed.json" in found.absent.get("reversal", "")) is (share is None)
+        scores = change_accuracy.compute(pairs, {ALL_PAIRS: list(parsed)}, bench.tools(parsed=parsed))
+        assert scores.groups[ALL_PAIRS]["reversal"] == share
+        assert ("predictions_reversed.json" in scores.absent.get("reversal", "")) is (share is None)
 
 
 @pytest.mark.parametrize(("foreign", "judged"), [(3, True), (4, False)])
 def test_where_most_captions_are_in_other_words_only_that_is_said(foreign: int, judged: bool):
-    found = accuracy([replace(pair, prediction="x") if int(pair.id[-1]) < foreign else pair for pair in PAIRS])
-    assert found.groups[ALL]["unreadable"] == foreign / 6
-    scores = {name: value for name, value in found.groups[ALL].items() if name not in ("unreadable", "reversal")}
-    verdicts = [of_pair["exact_right"] for of_pair in found.pairs.values()]
-    assert found.pairs["toy/0"]["predicted_type"] == "unreadable"
+    accuracies = accuracy([replace(pair, prediction="x") if int(pair.id[-1]) < foreign else pair for pair in PAIRS])
+    assert accuracies.groups[ALL_PAIRS]["unreadable"] == foreign / 6
+    scores = {
+        name: value for name, value in accuracies.groups[ALL_PAIRS].items() if name not in ("unreadable", "reversal")
+    }
+    verdicts = [of_pair["exact_right"] for of_pair in accuracies.pairs.values()]
+    assert accuracies.pairs["toy/0"]["predicted_type"] == "unreadable"
     if judged:
         assert scores["change_exact_accuracy"] == 0.0
         assert verdicts == [False, False, False, False, True, False]
     else:
-        assert set(scores.values()) | set(found.groups["by_type/color"].values()) | set(verdicts) == {None}
-        assert "67 %" in found.absent["change_exact_accuracy"]
-        assert found.absent.keys() == set(METRICS["change_accuracy"].overall) - {"unreadable"}
+        assert set(scores.values()) | set(accuracies.groups["by_type/color"].values()) | set(verdicts) == {None}
+        assert "67 %" in accuracies.absent["change_exact_accuracy"]
+        assert accuracies.absent.keys() == set(METRICS["change_accuracy"].overall) - {"unreadable"}
 
 
 @pytest.mark.parametrize("foreign", [0, 2, 5])
 def test_every_score_of_all_pairs_follows_from_the_sums_of_the_column(foreign: int):
     pairs = [replace(pair, prediction="x") if int(pair.id[-1]) < foreign else pair for pair in PAIRS]
-    found = accuracy(pairs)
+    accuracies = accuracy(pairs)
     metric = METRICS["change_accuracy"]
-    rows = np.array([found.pairs[pair.id]["change_statistics"] for pair in pairs])
+    rows = np.array([accuracies.pairs[pair.id]["change_statistics"] for pair in pairs])
     assert set(metric.resampled) == set(metric.overall)
     scores = {name: float(score(rows.sum(axis=0)[None])[0]) for name, (_, score) in metric.resampled.items()}
-    assert {name: None if np.isnan(value) else value for name, value in scores.items()} == found.groups[ALL]
+    assert {name: None if np.isnan(value) else value for name, value in scores.items()} == accuracies.groups[ALL_PAIRS]
 
 
 # A threshold on pixels
@@ -296,22 +302,24 @@ def grey(pixels: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("place", "worst"),
+    ("corner", "worst"),
     [((60, 60), 48.0), ((2, 10), 48.0), ((1, 8), 36.0)],
     ids=["a window", "windows overlap by half", "between windows"],
 )
-def test_the_window_is_the_worst_one_of_a_sixteenth_of_the_frame(place: tuple[int, int], worst: float):
+def test_the_window_is_the_worst_one_of_a_sixteenth_of_the_frame(corner: tuple[int, int], worst: float):
     before = np.zeros((64, 64))
     after = before.copy()
-    after[place[0] : place[0] + 4, place[1] : place[1] + 4] = 48
-    found = {"mean": 48 * 16 / 64**2, "window": worst}
-    assert differences(grey(before), grey(after)) == differences(grey(after), grey(before)) == found
+    after[corner[0] : corner[0] + 4, corner[1] : corner[1] + 4] = 48
+    differences = {"mean": 48 * 16 / 64**2, "window": worst}
+    assert (
+        measure_differences(grey(before), grey(after)) == measure_differences(grey(after), grey(before)) == differences
+    )
     small = np.zeros((3, 8))
     narrow = np.zeros((3, 8))
     narrow[2, 7] = 30
-    assert differences(grey(small), grey(narrow))["window"] == 30.0
+    assert measure_differences(grey(small), grey(narrow))["window"] == 30.0
     red = np.tile(np.array([130, 100, 100], np.uint8), (4, 4, 1))
-    assert differences(grey(np.full((4, 4), 100)), red)["mean"] == 10.0
+    assert measure_differences(grey(np.full((4, 4), 100)), red)["mean"] == 10.0
 
 
 def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_path: Path):
@@ -326,11 +334,11 @@ def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_pa
     assert roc_auc([2.0, 3.0], [0.0, 1.0]) == 1.0
     assert roc_auc([0.0], [0.0]) == 0.5
     pairs = [pair("a", ["color"], 5), pair("b", ["none"], 3), pair("c", ["size", "ocr"], 4), pair("d", ["color"], 1)]
-    found = compute([*pairs, pair("unknown", [], 200)], {}, None)
-    assert found.groups == {ALL: dict.fromkeys(names, pytest.approx(2 / 3))}
-    assert found.pairs["c"] == {"pixel_mean_difference": 4.0, "pixel_window_difference": 4.0}
-    assert "unknown" not in found.pairs
-    assert found.absent == {}
+    scores = compute([*pairs, pair("unknown", [], 200)], {}, None)
+    assert scores.groups == {ALL_PAIRS: dict.fromkeys(names, pytest.approx(2 / 3))}
+    assert scores.pairs["c"] == {"pixel_mean_difference": 4.0, "pixel_window_difference": 4.0}
+    assert "unknown" not in scores.pairs
+    assert scores.absent == {}
     assert compute(pairs[:1], {}, None).absent == dict.fromkeys(names, ONE_KIND)
     Image.new("RGB", (9, 8)).save(pairs[1].after)
     reason = compute(pairs, {}, None).absent[names[1]]
@@ -341,10 +349,10 @@ def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_pa
 def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():
     tools = bench.tools(SIX, SIX_PREDICTIONS, SIX_PREDICTIONS, PARSED)
     for metric in (METRICS[name] for name in ("CIDEr", "ROUGE-L", "BLEU", "change_accuracy")):
-        groups = GROUPS if not metric.java else {ALL: list(SIX), "change": ["0", "1"]}
-        found = metric.compute(PAIRS, groups, tools)
-        assert tuple(found.groups[ALL]) == metric.scores + metric.overall
-        assert {name for of_pair in found.pairs.values() for name in of_pair} == metric.columns.keys()
+        groups = GROUPS if not metric.java else {ALL_PAIRS: list(SIX), "change": ["0", "1"]}
+        scores = metric.compute(PAIRS, groups, tools)
+        assert tuple(scores.groups[ALL_PAIRS]) == metric.scores + metric.overall
+        assert {name for of_pair in scores.pairs.values() for name in of_pair} == metric.columns.keys()
 
 
 def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
@@ -419,17 +427,25 @@ def test_the_interval_of_a_mean_is_that_of_the_normal_distribution(confidence: f
 
 
 def test_each_score_has_its_own_columns_and_each_protocol_its_own_rows():
-    left = np.random.default_rng(2).normal(0, 1, (2, 400))
-    right = np.random.default_rng(3).normal(9, 3, (2, 400))
-    counts = np.stack([right[0], np.ones(400), left[0]], axis=1)
-    rows = table(score=left[0].tolist(), counts=counts.tolist())
-    other = table("toy/other", score=left[1].tolist(), counts=(counts + 5).tolist())
-    metrics = {"a": metric(one=MEAN), "b": metric(two=Resampled("counts", ratio(0, 1)))}
-    found = intervals(pa.concat_tables([other, rows]), metrics, P)
-    assert list(found) == ["one", "two"]
-    assert found["one"].low < left[0].mean() < found["one"].high < 1 < 8 < found["two"].low < right[0].mean()
-    assert found == intervals(rows, metrics, P), "the same draws for the same pairs"
-    assert intervals(rows, {"b": metrics["b"]}, P)["two"] == found["two"]
+    low_scores = np.random.default_rng(2).normal(0, 1, (2, 400))
+    high_scores = np.random.default_rng(3).normal(9, 3, (2, 400))
+    counts = np.stack([high_scores[0], np.ones(400), low_scores[0]], axis=1)
+    rows = table(score=low_scores[0].tolist(), counts=counts.tolist())
+    other_rows = table("toy/other", score=low_scores[1].tolist(), counts=(counts + 5).tolist())
+    metrics = {"a": metric(one=MEAN), "b": metric(two=Resampled("counts", divide_sums(0, 1)))}
+    score_intervals = intervals(pa.concat_tables([other_rows, rows]), metrics, P)
+    assert list(score_intervals) == ["one", "two"]
+    assert (
+        score_intervals["one"].low
+        < low_scores[0].mean()
+        < score_intervals["one"].high
+        < 1
+        < 8
+        < score_intervals["two"].low
+        < high_scores[0].mean()
+    )
+    assert score_intervals == intervals(rows, metrics, P), "the same draws for the same pairs"
+    assert intervals(rows, {"b": metrics["b"]}, P)["two"] == score_intervals["two"]
 
 
 def test_few_pairs_and_no_pair_have_no_interval():
@@ -483,27 +499,29 @@ def test_the_gain_of_two_models_is_that_of_the_same_pairs_in_any_order():
     better = table(score=(hard + 1).tolist())
     worse = table(score=hard.tolist()).take(rng.permutation(500))
     comparison = compare(better, worse, P, MEAN)
-    assert comparison.first == pytest.approx(hard.mean() + 1)
-    assert comparison.second == pytest.approx(hard.mean())
+    assert comparison.first_score == pytest.approx(hard.mean() + 1)
+    assert comparison.second_score == pytest.approx(hard.mean())
     assert comparison.interval.low == 1.0
     assert comparison.interval.high == 1.0
     comparison = compare(worse, better, P, MEAN)
-    assert comparison.first - comparison.second == pytest.approx(-1)
+    assert comparison.first_score - comparison.second_score == pytest.approx(-1)
     assert comparison.interval.low == -1.0
     wholes = rng.integers(1, 9, 300)  # a score that is no mean is compared by its sums
     parts = [rng.binomial(wholes, share) for share in (0.7, 0.5)]
-    ours, theirs = (table(counts=np.stack([part, wholes], axis=1).astype(float).tolist()) for part in parts)
-    first, second, interval = compare(ours, theirs, P, Resampled("counts", ratio(0, 1)))
-    assert first == pytest.approx(parts[0].sum() / wholes.sum())
-    assert first - second == pytest.approx(0.2, abs=0.06)
-    assert 0.1 < interval.low < first - second < interval.high < 0.3
+    first_table, second_table = (
+        table(counts=np.stack([part, wholes], axis=1).astype(float).tolist()) for part in parts
+    )
+    first_score, second_score, interval = compare(first_table, second_table, P, Resampled("counts", divide_sums(0, 1)))
+    assert first_score == pytest.approx(parts[0].sum() / wholes.sum())
+    assert first_score - second_score == pytest.approx(0.2, abs=0.06)
+    assert 0.1 < interval.low < first_score - second_score < interval.high < 0.3
 
 
 def test_other_pairs_are_refused_and_a_model_without_the_score_is_not_compared():
-    ours = table(score=[1.0] * 30)
-    theirs = table(score=[1.0] * 31)
+    first_table = table(score=[1.0] * 30)
+    second_table = table(score=[1.0] * 31)
     with raises(DataError, "scoring.pairs_differ", protocol=P, first=30, second=31):
-        compare(ours, theirs, P, MEAN)
-    assert compare(ours, table(other=[1.0] * 30), P, MEAN) is None
-    assert score_of(ours, "toy/none", MEAN) is None
+        compare(first_table, second_table, P, MEAN)
+    assert compare(first_table, table(other=[1.0] * 30), P, MEAN) is None
+    assert score_of(first_table, "toy/none", MEAN) is None
     assert compare(table(score=[1.0] * 5), table(score=[0.0] * 5), P, MEAN) == (1.0, 0.0, None)

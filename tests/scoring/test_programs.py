@@ -27,13 +27,13 @@ from m3diff.records.errors import DataError, Fault
 from m3diff.scoring import run
 from m3diff.scoring.metrics import METRICS, Item, MetricScores, choose_metrics, java, meteor, paraphrases, parses, spice
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
 from tests.errors import Message, raises
 from tests.scoring import bench
 from tests.scoring.bench import REAL, fake_java, needs_real, small_table
 
-QUICK = {i: [said, "another reference"] for i, said in {"a": "a red cube", "b": "a blue ball"}.items()}
+QUICK = {i: [caption, "another reference"] for i, caption in {"a": "a red cube", "b": "a blue ball"}.items()}
 
 
 def quick_protocol() -> ProtocolPairs:
@@ -100,10 +100,10 @@ ODD |= {"cube " * 20_000: " ".join(["cube"] * 20_000), "": "", " \n ": ""}
 
 @pytest.mark.fault("17")
 def test_line_ends_inside_captions_move_no_other_caption(tmp_path, monkeypatch):
-    seen = tmp_path / "seen"
-    fake_java(tmp_path / "bin", monkeypatch, "PTBTokenizer", f"pwd > {seen}")
+    folder_file = tmp_path / "seen"
+    fake_java(tmp_path / "bin", monkeypatch, "PTBTokenizer", f"pwd > {folder_file}")
     assert tokenise(ODD, 60) == ODD
-    assert "site-packages" not in seen.read_text(), "it works outside the installed package"
+    assert "site-packages" not in folder_file.read_text(), "it works outside the installed package"
 
 
 @pytest.mark.fault("17")
@@ -123,11 +123,11 @@ def test_tokens_are_those_of_the_published_files():
     references = defaultdict(list)
     for row in load("en_captions_val2014.json")["annotations"]:
         references[row["image_id"]].append(row["caption"])
-    of = {i: references[i] for i in captions}
-    tokens = tokenise([*captions.values(), *sum(of.values(), [])], 120)
+    references_of_captions = {i: references[i] for i in captions}
+    tokens = tokenise([*captions.values(), *sum(references_of_captions.values(), [])], 120)
     assert {str(i): [tokens[text]] for i, text in captions.items()} == load("results_after_tokenization.json")
     expected = load("references_after_tokenization.json")
-    assert {str(i): [tokens[text] for text in texts] for i, texts in of.items()} == expected
+    assert {str(i): [tokens[text] for text in texts] for i, texts in references_of_captions.items()} == expected
 
 
 # METEOR
@@ -144,13 +144,13 @@ def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(tmp_
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de -Duser.country=DE")
     tokens = tokenise(["The cube.", "a ball"], 60)
     assert list(tokens.values()) == ["the cube", "a ball"]
-    assert score(["METEOR"]).groups[ALL]["METEOR"] == 1.0
+    assert score(["METEOR"]).groups[ALL_PAIRS]["METEOR"] == 1.0
     assert {path: path.stat().st_mtime_ns for path in folders} == before  # nothing was made or taken away
 
 
 @pytest.mark.fault("18")
 @pytest.mark.parametrize(
-    ("then", "reason"),
+    ("shell_line", "reason"),
     [
         ("read line; kill -9 $$", Message("scoring.program_killed", status=-9, last_words="none")),
         (
@@ -164,15 +164,17 @@ def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(tmp_
     ],
     ids=["killed", "dies", "too few", "too few numbers", "no numbers", "hangs"],
 )
-def test_a_meteor_that_is_killed_dies_or_hangs_costs_only_its_own_score(then, reason, tmp_path: Path, monkeypatch):
+def test_a_meteor_that_is_killed_dies_or_hangs_costs_only_its_own_score(
+    shell_line, reason, tmp_path: Path, monkeypatch
+):
     small_table(tmp_path, monkeypatch)
-    fake_java(tmp_path / "bin", monkeypatch, "meteor", then.replace("PID", f"{tmp_path}/pid"))
-    found = score(["METEOR", "BLEU", "SPICE"], limit_s=2 if "sleep" in then else 60)
-    assert found.groups[ALL]["METEOR"] is None
-    assert reason == found.absent["METEOR"]
-    assert found.absent["SPICE"] == spice.NO_SPICE_DIR
-    assert found.groups[ALL]["BLEU-4"] is not None
-    if "sleep" in then:
+    fake_java(tmp_path / "bin", monkeypatch, "meteor", shell_line.replace("PID", f"{tmp_path}/pid"))
+    scores = score(["METEOR", "BLEU", "SPICE"], limit_s=2 if "sleep" in shell_line else 60)
+    assert scores.groups[ALL_PAIRS]["METEOR"] is None
+    assert reason == scores.absent["METEOR"]
+    assert scores.absent["SPICE"] == spice.NO_SPICE_DIR
+    assert scores.groups[ALL_PAIRS]["BLEU-4"] is not None
+    if "sleep" in shell_line:
         assert is_gone(int((tmp_path / "pid").read_text()))
 
 
@@ -180,7 +182,9 @@ def test_a_meteor_that_is_killed_dies_or_hangs_costs_only_its_own_score(then, re
 def test_no_program_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pid = tmp_path / "pid"
     fake_java(tmp_path / "bin", monkeypatch, "sleepy", f"echo $$ > {pid}; exec sleep 1000")
-    code = "from pathlib import Path; from m3diff.scoring.metrics.java import run; run(['sleepy'], Path(), 99)"
+    code = (
+        "from pathlib import Path; from m3diff.scoring.metrics.java import run_java; run_java(['sleepy'], Path(), 99)"
+    )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         while not (pid.exists() and pid.read_text()):
             assert process.poll() is None
@@ -190,7 +194,7 @@ def test_no_program_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest
 
 
 GROUP_TEXTS = {"b": "one two three", "a": "one two", "c": "empty", "d": "one two"}
-TEXT_GROUPS = {ALL: list(GROUP_TEXTS), "some": ["b", "a"], "one": ["c"], "nobody": []}
+TEXT_GROUPS = {ALL_PAIRS: list(GROUP_TEXTS), "some": ["b", "a"], "one": ["c"], "nobody": []}
 
 
 def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
@@ -203,20 +207,23 @@ def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
 def test_meteor_of_a_group_is_that_of_its_summed_statistics():
     rows = np.random.default_rng(0).integers(1, 9, (3, 23)).astype(float)
     answers = dict(zip(dict.fromkeys(GROUP_TEXTS.values()), rows.tolist(), strict=True))
-    found = computed("METEOR", answers)
+    scores = computed("METEOR", answers)
     for name, ids in list(TEXT_GROUPS.items())[:3]:
         sums = np.sum([answers[GROUP_TEXTS[i]] for i in ids], axis=0)
-        assert found.groups[name] == {"METEOR": pytest.approx(float(meteor.meteor(sums)))}
-    assert found.pairs["a"] == {"METEOR": pytest.approx(float(meteor.meteor(rows[1]))), "METEOR_statistics": [*rows[1]]}
+        assert scores.groups[name] == {"METEOR": pytest.approx(float(meteor.meteor(sums)))}
+    assert scores.pairs["a"] == {
+        "METEOR": pytest.approx(float(meteor.meteor(rows[1]))),
+        "METEOR_statistics": [*rows[1]],
+    }
     assert METRICS["METEOR"].resampled["METEOR"] == ("METEOR_statistics", meteor.meteor)
 
 
 def test_spice_of_a_group_is_the_mean_of_its_pairs_that_have_a_score():
-    found = computed("SPICE", {"one two three": 0.31, "one two": 0.22, "empty": None})
-    whole = pytest.approx((0.31 + 0.22 + 0.22) / 3)
-    some = pytest.approx((0.31 + 0.22) / 2)
-    assert found.groups == {ALL: {"SPICE": whole}, "some": {"SPICE": some}, "one": {"SPICE": None}}
-    assert [of_pair["SPICE"] for of_pair in found.pairs.values()] == [0.31, 0.22, None, 0.22]
+    scores = computed("SPICE", {"one two three": 0.31, "one two": 0.22, "empty": None})
+    mean_of_all = pytest.approx((0.31 + 0.22 + 0.22) / 3)
+    mean_of_two = pytest.approx((0.31 + 0.22) / 2)
+    assert scores.groups == {ALL_PAIRS: {"SPICE": mean_of_all}, "some": {"SPICE": mean_of_two}, "one": {"SPICE": None}}
+    assert [of_pair["SPICE"] for of_pair in scores.pairs.values()] == [0.31, 0.22, None, 0.22]
 
 
 TABLE = [("red cube", "crimson block"), ("crimson block", "red cube"), ("moved", "shifted"), ("don t", "do not")]
@@ -224,7 +231,7 @@ TABLE += [("cube moved", "red shifted"), ("mov\u00e9d", "x"), ("of it", "wh??"),
 
 
 def matching(*items: Item) -> list[tuple[str, str]]:
-    text = "".join(f"0.5\n{one}\n{other}\n" for one, other in TABLE).encode()
+    text = "".join(f"0.5\n{first_phrase}\n{second_phrase}\n" for first_phrase, second_phrase in TABLE).encode()
     table = paraphrases.index_table(text)
     lines = paraphrases.matching_paraphrases(table, list(items)).decode().splitlines()
     assert set(lines[::3]) <= {"0.5"}
@@ -262,8 +269,8 @@ def test_a_damaged_table_of_paraphrases_costs_meteor_alone(tmp_path, monkeypatch
     table = package / "data/paraphrase-en.gz"
     table.write_bytes(table.read_bytes()[:-5])
     scores = score(["METEOR", "BLEU"])
-    assert scores.groups[ALL]["METEOR"] is None
-    assert scores.groups[ALL]["BLEU-4"] is not None
+    assert scores.groups[ALL_PAIRS]["METEOR"] is None
+    assert scores.groups[ALL_PAIRS]["BLEU-4"] is not None
     assert Message("scoring.paraphrases_unreadable", path=table) == scores.absent["METEOR"]
 
 
@@ -305,31 +312,33 @@ def without_chunks(rows: list[list[float]]) -> list[list[float]]:
 
 def test_statistics_are_those_of_the_stock_program(tmp_path, monkeypatch):
     package = small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
-    own = statistics(CAPTIONS)
-    asked = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
-    stock = [[float(number) for number in line.split()] for line in ask_java(package, asked)]
-    assert without_chunks(own) == without_chunks(stock)
-    whole = [meteor.is_complete(row) for row in stock]
-    assert [row[20] for row in own] == [
-        0.0 if is_whole else row[20] for row, is_whole in zip(stock, whole, strict=True)
+    rows = statistics(CAPTIONS)
+    lines = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
+    stock = [[float(number) for number in line.split()] for line in ask_java(package, lines)]
+    assert without_chunks(rows) == without_chunks(stock)
+    is_complete = [meteor.is_complete(row) for row in stock]
+    assert [row[20] for row in rows] == [
+        0.0 if is_whole else row[20] for row, is_whole in zip(stock, is_complete, strict=True)
     ]
-    assert whole[0]
-    assert own[1][16:18] == [2.0, 2.0]  # words of a paraphrase, in prediction and reference
+    assert is_complete[0]
+    assert rows[1][16:18] == [2.0, 2.0]  # words of a paraphrase, in prediction and reference
 
 
 def test_scores_of_groups_are_those_of_the_stock_program(tmp_path, monkeypatch):
     package = small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
-    own = statistics(CAPTIONS)
-    asked = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
-    stock = ask_java(package, asked)
+    rows = statistics(CAPTIONS)
+    lines_to_score = [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS]
+    stock = ask_java(package, lines_to_score)
     rng = random.Random(0)
-    groups = [[i] for i in range(len(own))] + [rng.choices(range(len(own)), k=rng.randint(2, 9)) for _ in range(60)]
+    groups = [[i] for i in range(len(rows))] + [rng.choices(range(len(rows)), k=rng.randint(2, 9)) for _ in range(60)]
     lines = [" ||| ".join(["EVAL", *(stock[i] for i in group)]) for group in groups]
-    told = iter(ask_java(package, lines))
-    wanted = [[float(next(told)) for _ in range(len(group) + 1)][-1] for group in groups]  # after those of its pairs
-    scores = meteor.meteor(np.array([np.array(own)[group].sum(axis=0) for group in groups]))
-    assert scores.tolist() == pytest.approx(wanted, rel=1e-15, abs=0)
-    assert next(told, None) is None
+    answers = iter(ask_java(package, lines))
+    stock_scores = [
+        [float(next(answers)) for _ in range(len(group) + 1)][-1] for group in groups
+    ]  # after those of its pairs
+    scores = meteor.meteor(np.array([np.array(rows)[group].sum(axis=0) for group in groups]))
+    assert scores.tolist() == pytest.approx(stock_scores, rel=1e-15, abs=0)
+    assert next(answers, None) is None
 
 
 @pytest.fixture
@@ -337,12 +346,12 @@ def four_processes(tmp_path, monkeypatch) -> list[Any]:
     """METEOR shares few items out, too; the list fills with the programs it starts."""
     small_table(tmp_path, monkeypatch, ("crimson block", "red cube"), ("ball", "gone"))
     monkeypatch.setattr(meteor, "ITEMS_A_PROCESS", 2)
-    monkeypatch.setattr(meteor, "programs_at_once", lambda most: most)
+    monkeypatch.setattr(meteor, "programs_at_once", lambda limit: limit)
     started: list[Any] = []
 
     class Counted(meteor.JavaProgram):
-        def __init__(self, arguments: Any, *rest: Any) -> None:
-            super().__init__(arguments, *rest)
+        def __init__(self, arguments: Any, *options: Any) -> None:
+            super().__init__(arguments, *options)
             started.append((arguments, self))
 
     monkeypatch.setattr(meteor, "JavaProgram", Counted)
@@ -360,9 +369,9 @@ def test_several_processes_give_the_statistics_of_one(four_processes, monkeypatc
 
 def test_an_identical_reference_that_does_not_match_in_whole_is_no_answer(tmp_path, monkeypatch):
     small_table(tmp_path, monkeypatch)
-    wanted = statistics(CAPTIONS)
+    expected = statistics(CAPTIONS)
     monkeypatch.setattr(meteor, "is_exact", lambda row: False)
-    assert statistics(CAPTIONS) == wanted
+    assert statistics(CAPTIONS) == expected
 
 
 def test_items_are_shared_out_by_length_and_each_once():
@@ -380,11 +389,11 @@ ENDS = {"dies": "echo no room >&2; exit 1", "is killed": "kill -9 $$", "says too
 
 
 @pytest.mark.fault("18")
-@pytest.mark.parametrize("then", ENDS.values(), ids=ENDS.keys())
-def test_if_one_of_several_processes_fails_the_others_are_ended(then, four_processes, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shell_line", ENDS.values(), ids=ENDS.keys())
+def test_if_one_of_several_processes_fails_the_others_are_ended(shell_line, four_processes, tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     hang = f'read line; case "$line" in *last*) echo $$ > {pid}; exec sleep 1000;; esac'
-    fake_java(tmp_path / "bin", monkeypatch, "meteor", f"{hang}; {then}")
+    fake_java(tmp_path / "bin", monkeypatch, "meteor", f"{hang}; {shell_line}")
     items: list[Item] = [("first first", ("x",)), ("second", ("y",)), ("it 's last", ("x",)), ("it 's last 2", ("y",))]
     with closing(meteor.MeteorProgram(None, 60)) as program:
         program.start(items)
@@ -414,13 +423,13 @@ def test_meteor_works_beside_the_other_metrics_and_an_interrupt_ends_it(tmp_path
 
 
 def test_no_process_outlives_a_program_that_is_closed_while_it_starts(four_processes, monkeypatch):
-    table = meteor.read_table
+    table = meteor.read_paraphrases
 
     def slow_table(path: Path) -> Any:
         time.sleep(0.3)
         return table(path)
 
-    monkeypatch.setattr(meteor, "read_table", slow_table)
+    monkeypatch.setattr(meteor, "read_paraphrases", slow_table)
     program = meteor.MeteorProgram(None, 60)
     program.start([("the ball is gone", ("the ball left",))])
     program.close()
@@ -481,8 +490,8 @@ class Bench:
         log = str(folder / "log")
         fault = str(folder / "fault.py")
         (folder / "program.py").write_text(f"LOG, FAULT = {log!r}, {fault!r}\n{STAND_IN}")
-        then = f'exec {shlex.quote(sys.executable)} {folder / "program.py"} "$@"'
-        self.script = fake_java(folder / "bin", monkeypatch, "spice", then)
+        shell_line = f'exec {shlex.quote(sys.executable)} {folder / "program.py"} "$@"'
+        self.script = fake_java(folder / "bin", monkeypatch, "spice", shell_line)
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
@@ -507,10 +516,10 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none(toy: Bench):
-    first = toy.score()
-    second = toy.score()
-    assert first == second
-    assert first.groups[ALL]["SPICE"] == pytest.approx((10 + 11) / 200)
+    first_scores = toy.score()
+    second_scores = toy.score()
+    assert first_scores == second_scores
+    assert first_scores.groups[ALL_PAIRS]["SPICE"] == pytest.approx((10 + 11) / 200)
     assert toy.parsed == [3, 0, 0]
     assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
     assert toy.runs[0]["command"][1] == "-XX:MaxRAMPercentage=75"
@@ -547,9 +556,9 @@ def test_java_gets_its_modules_and_the_users_options(toy: Bench):
 
 
 def test_a_machine_without_lmdb_parses_every_time(toy: Bench):
-    first = toy.score()
+    first_scores = toy.score()
     toy.monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert toy.score() == first
+    assert toy.score() == first_scores
     assert toy.parsed[2:] == [3]
     assert not toy.runs[-1]["cache"]
 
@@ -570,7 +579,9 @@ def other_java(toy: Bench) -> None:
     toy.monkeypatch.setattr(spice, "require_java", lambda: 25)
 
 
-@pytest.mark.parametrize("change", [other_corenlp, other_program, other_system, other_java], ids=lambda of: of.__name__)
+@pytest.mark.parametrize(
+    "change", [other_corenlp, other_program, other_system, other_java], ids=lambda change: change.__name__
+)
 def test_what_another_parser_or_java_kept_is_not_used(toy: Bench, change):
     toy.score()
     change(toy)
@@ -581,8 +592,8 @@ def test_what_another_parser_or_java_kept_is_not_used(toy: Bench, change):
 def damage_in_lmdb(content: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(content)) as file:
         entry = file.getinfo(parses.LMDB)
-    place = entry.header_offset + 30 + len(parses.LMDB) + entry.compress_size // 2
-    return content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
+    position = entry.header_offset + 30 + len(parses.LMDB) + entry.compress_size // 2
+    return content[:position] + bytes([content[position] ^ 0x10]) + content[position + 1 :]
 
 
 DAMAGES = {
@@ -596,13 +607,13 @@ DAMAGES = {
 @pytest.mark.fault("18")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_file_of_parses_is_named_and_made_anew(toy: Bench, damage, capsys):
-    first = toy.score()
-    (kept,) = (toy.folder / "cache/m3diff").iterdir()
-    kept.write_bytes(damage(kept.read_bytes()))
-    assert toy.score() == first
-    assert str(kept) in capsys.readouterr().err
-    assert toy.score() == first
-    assert str(kept) not in capsys.readouterr().err
+    first_scores = toy.score()
+    (cache_file,) = (toy.folder / "cache/m3diff").iterdir()
+    cache_file.write_bytes(damage(cache_file.read_bytes()))
+    assert toy.score() == first_scores
+    assert str(cache_file) in capsys.readouterr().err
+    assert toy.score() == first_scores
+    assert str(cache_file) not in capsys.readouterr().err
     assert toy.parsed == [3, 0, 3, 0, 0]
 
 
@@ -631,9 +642,9 @@ def test_nashorn_is_asked_for_from_java_15_on_before_anything_is_parsed(toy: Ben
     for name in spice.NASHORN:
         (toy.jars / name).unlink()
     assert main(["score", "no such file", "--benchmark", "none", "--spice-dir", str(toy.jars)]) == DATA_REFUSED
-    said = capsys.readouterr().err
-    assert [name for name in JARS if name in said] == list(names)
-    assert ("--check-spice" in said) == bool(names)
+    message = capsys.readouterr().err
+    assert [name for name in JARS if name in message] == list(names)
+    assert ("--check-spice" in message) == bool(names)
     assert not (toy.folder / "log").exists()
 
 
@@ -649,23 +660,23 @@ FAULTS = {
 @pytest.mark.fault("18")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_spice_that_fails_costs_its_own_score_and_drops_what_it_kept(toy: Bench, fault):
-    assert toy.score().groups[ALL]["SPICE"]
-    (kept,) = (toy.folder / "cache/m3diff").iterdir()
+    assert toy.score().groups[ALL_PAIRS]["SPICE"]
+    (cache_file,) = (toy.folder / "cache/m3diff").iterdir()
     code, words = FAULTS[fault]
     toy.fails(code)
-    found = toy.score()
-    assert found.groups[ALL]["SPICE"] is None
-    assert found.groups[ALL]["CIDEr"] is not None
-    assert words in found.absent["SPICE"]
-    assert "Main(M.java" not in found.absent["SPICE"]
-    assert kept.exists() is (fault == "no tuple")
+    scores = toy.score()
+    assert scores.groups[ALL_PAIRS]["SPICE"] is None
+    assert scores.groups[ALL_PAIRS]["CIDEr"] is not None
+    assert words in scores.absent["SPICE"]
+    assert "Main(M.java" not in scores.absent["SPICE"]
+    assert cache_file.exists() is (fault == "no tuple")
     toy.fails("")
-    assert toy.score().groups[ALL]["SPICE"]
+    assert toy.score().groups[ALL_PAIRS]["SPICE"]
 
 
 def test_a_cache_that_cannot_be_written_costs_no_score(toy):
     (toy.folder / "cache").write_text("no folder")
-    assert toy.score().groups[ALL]["SPICE"]
+    assert toy.score().groups[ALL_PAIRS]["SPICE"]
 
 
 def test_a_spice_that_was_asked_for_and_fails_is_refused(toy, capsys):

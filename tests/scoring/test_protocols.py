@@ -9,8 +9,8 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
-from m3diff.scoring.pairs import ALL
-from m3diff.scoring.protocols import apply_protocol, group_pairs, load_specs, protocols_of, select_protocols
+from m3diff.scoring.pairs import ALL_PAIRS
+from m3diff.scoring.protocols import apply_protocol, group_pairs, list_protocols, load_specs, select_protocols
 from tests.errors import raises
 from tests.scoring import bench
 
@@ -96,7 +96,7 @@ def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
         "toy/first": ["toy/0"],
         "more/test": ["more/1"],
     }
-    assert selected[0].groups[ALL] == ["toy/0", "toy/2"]
+    assert selected[0].groups[ALL_PAIRS] == ["toy/0", "toy/2"]
     assert selected[0].groups["by_type/illumination"] == ["toy/2"]
 
 
@@ -134,16 +134,16 @@ def test_references_are_joined_and_every_text_is_cut_by_the_protocol(rules, refe
 
 
 def test_a_part_of_a_dataset_has_the_protocols_of_its_name():
-    protocols = protocols_of("omnidiff_real", DATASETS["omnidiff"])
+    protocols = list_protocols("omnidiff_real", DATASETS["omnidiff"])
     assert {protocol.part for protocol in protocols} == {"omnidiff_real"}
 
 
 def test_a_dataset_without_protocols_has_one_of_all_pairs():
-    assert protocols_of("mine", DATASETS["omnidiff"]) == (Protocol("test", n=None),)
+    assert list_protocols("mine", DATASETS["omnidiff"]) == (Protocol("test", n=None),)
 
 
 def test_a_dataset_of_another_name_has_the_protocols_of_its_reader():
-    assert protocols_of("mine", DATASETS["clevr_change"]) == DATASETS["clevr_change"].protocols
+    assert list_protocols("mine", DATASETS["clevr_change"]) == DATASETS["clevr_change"].protocols
 
 
 @pytest.mark.parametrize(
@@ -164,3 +164,18 @@ def test_the_reader_in_ingests_report_says_which_dataset_it_is(tmp_path: Path):
     for name, reader in {"toy": "pairs", "mine": "iedit"}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"reader": reader}))
     assert list(load_specs(tmp_path, pairs).items()) == [("toy", DATASETS["pairs"]), ("mine", DATASETS["iedit"])]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"reader": "pairs"', b"[]", b"\xff\xfe"], ids=["empty", "truncated", "a list", "not text"]
+)
+def test_a_malformed_report_of_ingest_is_refused(content: bytes, tmp_path: Path):
+    (tmp_path / "toy.json").write_bytes(content)
+    with raises(DataError, "files.unreadable_stage_output", path=tmp_path / "toy.json", writer="ingest"):
+        load_specs(tmp_path, PAIRS)
+
+
+def test_a_reader_that_is_no_name_is_refused(tmp_path: Path):
+    (tmp_path / "toy.json").write_text('{"reader": ["pairs"]}')
+    with raises(DataError, "scoring.reader_unknown", path=tmp_path / "toy.json", value=["pairs"]):
+        load_specs(tmp_path, PAIRS)

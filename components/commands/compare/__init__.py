@@ -13,17 +13,17 @@ import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.files import write_atomic
-from m3diff.report.gallery import RunPairs, gallery
-from m3diff.report.images import MB, rights_of
-from m3diff.report.tables import Table, TableRow, file_name_of, in_papers_units, text_lines
-from m3diff.report.templates import templates
+from m3diff.report.gallery import RunPairs, build_gallery
+from m3diff.report.images import MB, find_image_rights
+from m3diff.report.tables import Table, TableRow, file_name_of_protocol, format_lines, make_cell
+from m3diff.report.templates import load_templates
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import Grammar, load_grammars, parse_predictions
-from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, with_characters
+from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, add_character_variants
 from m3diff.scoring.pairs import EvalPair, read_test_records
 from m3diff.scoring.protocols import load_specs
 
-INSIDE_MB = 24  # limit for images embedded in the page; above it, images are written to a folder next to the page
+EMBEDDED_MB = 24  # limit for images embedded in the page; above it, images are written to a folder next to the page
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class ComparedRun:
     rows: dict[str, dict[str, dict[str, PairValue]]]
 
 
-def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) -> dict[str, Table]:
+def compare(first_path: Path, second_path: Path, records: Path, clean: Path, out: Path) -> dict[str, Table]:
     """Compare two runs and write the page `out`.
 
     Images are embedded in the page or, if they are too large, written to the folder `<name>_images` next to it.
 
     Args:
-        first, second: folders that contain scores.parquet, or the files themselves.
+        first_path, second_path: folders that contain scores.parquet, or the files themselves.
 
     Returns:
         One table per protocol with the scores of both runs and the second score minus the first.
@@ -53,12 +53,12 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
         DataError: a scores.parquet is missing or was written by another version; the runs have no protocol in common,
             different pairs or different tokens; the pairs are not test pairs of `clean`; or an image is missing.
     """
-    runs = [read_run(first), read_run(second)]
-    protocols = shared_protocols(*runs)
-    names = run_names(*runs)
+    runs = [read_run(first_path), read_run(second_path)]
+    protocols = find_shared_protocols(*runs)
+    names = choose_run_names(*runs)
     refuse_mixed_tokens(runs, protocols)
-    metrics = shared_metrics(*runs)
-    differences = {protocol: difference_table(protocol, names, metrics, *runs) for protocol in protocols}
+    metrics = find_shared_metrics(*runs)
+    differences = {protocol: make_difference_table(protocol, names, metrics, *runs) for protocol in protocols}
     test_pairs = read_test_records(clean)
     compared_ids: dict[str, None] = {}  # a dict keeps the order
     for protocol in protocols:
@@ -68,16 +68,19 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
         raise DataError("compare.unknown_pairs", path=clean / "records.parquet", names=unknown_ids, name=unknown_ids[0])
     specs = load_specs(records, (test_pairs[pair_id] for pair_id in compared_ids))
     grammars = load_grammars(records, specs)
-    rights = {dataset: rights_of(spec) for dataset, spec in specs.items()}
+    rights = {dataset: find_image_rights(spec) for dataset, spec in specs.items()}
     run_pairs = [
-        pairs_of_run(name, run, protocols, test_pairs, grammars) for name, run in zip(names, runs, strict=True)
+        make_run_pairs(name, run, protocols, test_pairs, grammars) for name, run in zip(names, runs, strict=True)
     ]
     images = out.with_name(f"{out.stem}_images")
-    page = templates(Path(__file__).parent).get_template("compare.html.j2")
+    parts = []
+    for protocol, table in differences.items():
+        parts.append({"name": protocol, "id": file_name_of_protocol(protocol), "table": table})
+    page = load_templates(Path(__file__).parent).get_template("compare.html.j2")
     text = page.render(
         runs=names,
-        parts=[{"name": name, "id": file_name_of(name), "table": table} for name, table in differences.items()],
-        gallery=gallery(run_pairs, metrics, rights, {}, images, INSIDE_MB * MB),
+        parts=parts,
+        gallery=build_gallery(run_pairs, metrics, rights, {}, images, EMBEDDED_MB * MB),
         gallery_title="Pair by pair",
         gallery_note=f"Differences are {names[1]} minus {names[0]}.",
         image_rights=rights,
@@ -102,37 +105,37 @@ def read_run(path: Path) -> ComparedRun:
     return ComparedRun(path=file, table=table, rows=rows)
 
 
-def run_names(first: ComparedRun, second: ComparedRun) -> list[str]:
+def choose_run_names(first_run: ComparedRun, second_run: ComparedRun) -> list[str]:
     """Return the names of the runs' folders, or their paths if both names are the same."""
-    folders = [first.path.parent, second.path.parent]
+    folders = [first_run.path.parent, second_run.path.parent]
     names = [folder.resolve().name for folder in folders]
     return [str(folder) for folder in folders] if names[0] == names[1] else names
 
 
-def shared_protocols(first: ComparedRun, second: ComparedRun) -> list[str]:
+def find_shared_protocols(first_run: ComparedRun, second_run: ComparedRun) -> list[str]:
     """Return the protocols that both runs have, in the order of the first run.
 
     Raises:
         DataError: the runs have no protocol in common, or different pairs for a protocol.
     """
-    shared = [protocol for protocol in first.rows if protocol in second.rows]
+    shared = [protocol for protocol in first_run.rows if protocol in second_run.rows]
     if not shared:
         raise DataError(
             "compare.no_shared_protocol",
-            path=second.path,
-            other=first.path,
-            names=list(second.rows),
-            other_names=list(first.rows),
+            path=second_run.path,
+            other=first_run.path,
+            names=list(second_run.rows),
+            other_names=list(first_run.rows),
         )
     for protocol in shared:
-        first_pairs = first.rows[protocol]
-        second_pairs = second.rows[protocol]
+        first_pairs = first_run.rows[protocol]
+        second_pairs = second_run.rows[protocol]
         unshared_ids = first_pairs.keys() ^ second_pairs.keys()
         if unshared_ids:
             raise DataError(
                 "compare.pairs_differ",
-                path=first.path,
-                other=second.path,
+                path=first_run.path,
+                other=second_run.path,
                 protocol=protocol,
                 pairs=len(first_pairs),
                 other_pairs=len(second_pairs),
@@ -168,18 +171,18 @@ def has_values(table: pa.Table, protocol: str, columns: Iterable[str]) -> bool:
     return any(column in rows.column_names and rows[column].null_count < rows.num_rows for column in columns)
 
 
-def shared_metrics(first: ComparedRun, second: ComparedRun) -> dict[str, Metric]:
+def find_shared_metrics(first_run: ComparedRun, second_run: ComparedRun) -> dict[str, Metric]:
     """Return the metrics whose columns are all present in both runs."""
-    columns = set(first.table.column_names) & set(second.table.column_names)
+    columns = set(first_run.table.column_names) & set(second_run.table.column_names)
     return {
         name: metric
-        for name, metric in with_characters(METRICS).items()
+        for name, metric in add_character_variants(METRICS).items()
         if metric.columns and set(metric.columns) <= columns
     }
 
 
-def difference_table(
-    protocol: str, names: Sequence[str], metrics: Mapping[str, Metric], first: ComparedRun, second: ComparedRun
+def make_difference_table(
+    protocol: str, names: Sequence[str], metrics: Mapping[str, Metric], first_run: ComparedRun, second_run: ComparedRun
 ) -> Table:
     """Return a table with one row per score: its value in each run, and the difference with its interval.
 
@@ -188,19 +191,19 @@ def difference_table(
     rows = []
     for name, score in bootstrap.resampled_scores(metrics).items():
         # `bootstrap.compare` returns its first table minus its second, so the runs are swapped
-        comparison = bootstrap.compare(second.table, first.table, protocol, score)
+        comparison = bootstrap.compare(second_run.table, first_run.table, protocol, score)
         if comparison is not None:
-            gain = comparison.first - comparison.second
+            gain = comparison.first_score - comparison.second_score
             cells = (
-                in_papers_units(comparison.second),
-                in_papers_units(comparison.first),
-                in_papers_units(gain, comparison.interval, is_difference=True),
+                make_cell(comparison.second_score),
+                make_cell(comparison.first_score),
+                make_cell(gain, comparison.interval, is_difference=True),
             )
             rows.append(TableRow(name, (), cells))
-    return Table(f"{file_name_of(protocol)}-difference", ("Score", *names, "difference"), rows)
+    return Table(f"{file_name_of_protocol(protocol)}-difference", ("Score", *names, "difference"), rows)
 
 
-def pairs_of_run(
+def make_run_pairs(
     name: str,
     run: ComparedRun,
     protocols: Sequence[str],
@@ -225,6 +228,6 @@ def pairs_of_run(
     )
 
 
-def as_text(protocol: str, table: Table) -> str:
+def format_table(protocol: str, table: Table) -> str:
     """Return the table of a protocol as text for the terminal."""
-    return "\n".join([protocol, *text_lines(table)])
+    return "\n".join([protocol, *format_lines(table)])

@@ -20,25 +20,8 @@ from m3diff.commands.export.families import SharedFamily
 from m3diff.provenance.dvc import Lock
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import CONFIDENCE, RESAMPLES
+from m3diff.scoring.metrics import headline_scores_by_metric
 from m3diff.settings.tree import Params
-
-# Scores from metrics.json -> their titles in the card, in the card's order. The card multiplies all scores by 100.
-SCORE_TITLES = {
-    "CIDEr": "CIDEr",
-    "CIDEr-char": "CIDEr of characters",
-    "METEOR": "METEOR",
-    "ROUGE-L": "ROUGE-L",
-    "ROUGE-L-char": "ROUGE-L of characters",
-    "BLEU-4": "BLEU-4",
-    "BLEU-4-char": "BLEU-4 of characters",
-    "SPICE": "SPICE",
-    "change_type_accuracy": "type of a single change named correctly, %",
-    "change_exact_accuracy": "single change: type, object, place, what became what, %",
-    "multi_change_exact_f1": "several changes, all of each correct: F1 times 100",
-    "no_change_recall": '"nothing changed" of pairs without a change, %',
-    "false_no_change": '"nothing changed" of pairs with a change, %',
-    "reversal": "the images swapped: the inverse change named, %",
-}
 
 PERMISSION_WORDS = {"yes": "yes", "conditions": "on conditions", "no": "no", "unstated": "not stated"}
 
@@ -190,6 +173,15 @@ def scores_of_first_protocols(metrics_file: Path) -> dict[str, dict[str, Any]]:
     return {protocol: scores[protocol] for protocol in first_protocols.values()}
 
 
+def card_titles() -> dict[str, str]:
+    """Return the scores of metrics.json that the card shows, with their titles, in order. All are shown times 100."""
+    titles = {}
+    for score, headline in headline_scores_by_metric().items():
+        if headline.card_title is not None:
+            titles[score] = headline.card_title
+    return titles
+
+
 def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the rows of the score table: title -> one cell per protocol.
 
@@ -199,7 +191,7 @@ def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
         scores: protocol -> its scores.
     """
     rows: dict[str, list[str]] = {}
-    for score, title in SCORE_TITLES.items():
+    for score, title in card_titles().items():
         cells = [score_cell(protocol_scores, score) for protocol_scores in scores.values()]
         if any(cell != EMPTY_CELL for cell in cells):
             rows[title] = cells
@@ -246,9 +238,10 @@ def exact_share_cell(group: Mapping[str, Any]) -> str:
 
 def absent_scores(scores: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return the scores in the card that could not be computed: score -> reason."""
+    titles = card_titles()
     reasons: dict[str, str] = {}
     for protocol_scores in scores.values():
         for score, reason in protocol_scores.get("absent", {}).items():
-            if score in SCORE_TITLES:
+            if score in titles:
                 reasons[score] = reason
     return reasons

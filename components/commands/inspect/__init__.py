@@ -63,7 +63,7 @@ def check(
     lines += [f"  {'found  ' if is_file else 'MISSING'} {file}" for file, is_file in is_present.items()]
     lines += [f"  {note}" for note in dataset.notes]
     if not all(is_present.values()):
-        return [*lines, "  fetch the missing files again; nothing was read"], False
+        return [*lines, "  nothing was read; download the missing files again"], False
 
     if dataset.doubts:
         # The table cannot be read until the user has decided what its columns mean
@@ -137,7 +137,7 @@ def _entry_lines(name: str, entry: DatasetEntry, doubts: Sequence[Doubt], open_d
         # YAML quotes the name of a folder such as `no` or `007`
         lines.append(f"    {as_yaml({name: fields})[1:-1]}")
     if open_doubts:
-        lines.append("put the one that is right into params.yaml or into a profile, and check again")
+        lines.append("copy the right entry into params.yaml or into a profile, and check again")
     return lines
 
 

@@ -84,7 +84,7 @@ def judge_dataset(name: str, entry: DatasetEntry, stage_limits: StageLimits) -> 
     for finding in judgement.findings:
         lines += list_examples(finding.sentence, finding.first, finding.count)
     for reason in excused["reason"]:
-        lines.append(f"  1 pair is left out; of a larger part validate stops: {reason}")
+        lines.append(f"  1 pair is left out, and validate stops if the share of such pairs is larger: {reason}")
     for refusal in refusals:
         rows_below = str(refusal).replace("\n", "\n  ")  # the refusal is indented itself
         lines.append(f"  NOT ACCEPTED {rows_below}")
@@ -102,7 +102,7 @@ def _quarantine_lines(bad_rows: pl.DataFrame) -> list[str]:
     """
     reasons = bad_rows.sort("row").select("source", "reason").iter_rows()
     rows = [f"{source}: {reason}" for source, reason in reasons]
-    return list_problems("rows that validate leaves out, and goes on; mend or delete them", rows)
+    return list_problems("rows that validate leaves out without stopping; correct or delete them", rows)
 
 
 def _single_row_between_splits(bad_rows: pl.DataFrame, pair_count: int) -> pl.DataFrame:

@@ -21,11 +21,19 @@ from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import odd_captions_of, to_records
 
+# Kinds of problems, as they are printed
+UNREADABLE_ROWS = "rows that cannot be read"
+UNKNOWN_SPLITS = "unknown splits (expected train, val or test)"
+MISSING_IMAGES = "missing images"
+EMPTY_IMAGES = "empty image files"
+SAME_IMAGE_TWICE = "pairs with the same image twice"
+CAPTIONS_TO_CHECK = "captions to check"
+UNCHANGED_BY_FLAG = "pairs that are unchanged by their changeflag but do not have LEVIR-CC's sentences"
 # Problems of single rows. If there are no other problems, validate can check the remaining rows
-PROBLEMS_OF_ROWS = {"rows that cannot be read", "missing images", "images without a byte", "pairs of one image"}
+PROBLEMS_OF_ROWS = {UNREADABLE_ROWS, MISSING_IMAGES, EMPTY_IMAGES, SAME_IMAGE_TWICE}
 
 OFFERED_SHARES = SplitShares(test=0.15, val=0.1)  # proposed for tables without test pairs
-TOO_FEW_TO_DRAW = "too few pairs are without a common scene or image to draw them from: add test pairs"
+TOO_FEW_TO_DRAW = "too few pairs have their own scene and images to draw test pairs from them: add test pairs"
 
 EMBEDDED_MARK = "#bytes="  # separates a table's path from the name of an image embedded in it
 
@@ -107,7 +115,7 @@ def read_folder(name: str, entry: DatasetEntry) -> FolderReading:
     lines += _caption_lines(content)
     lines += _remedy_lines(entry, content)
     if not content.records:
-        lines.append("  NO PAIR at all; fetch the dataset again")
+        lines.append("  NO PAIRS; download the dataset again")
 
     has_problem_of_folder = any(examples and kind not in PROBLEMS_OF_ROWS for kind, examples in problems.items())
     return FolderReading(
@@ -162,19 +170,17 @@ def _problems(entry: DatasetEntry, content: FolderContent) -> dict[str, list[str
         row for row in content.rows if row.before and row.before == row.after and row.change_types != [NO_CHANGE]
     ]
     return {
-        "rows that cannot be read": content.faults,
-        "splits that are none of train, val, test": [
+        UNREADABLE_ROWS: content.faults,
+        UNKNOWN_SPLITS: [
             f"{record['source']}: split {record['split']!r}" for record in content.records_of_unknown_splits
         ],
-        "missing images": content.missing_images,
-        "images without a byte": content.empty_images,
-        "pairs of one image": [
-            f"{row.source}: both images are {_path_of(row.before)}; name both" for row in rows_of_one_image
+        MISSING_IMAGES: content.missing_images,
+        EMPTY_IMAGES: content.empty_images,
+        SAME_IMAGE_TWICE: [
+            f"{row.source}: both images are {_path_of(row.before)}; name two images" for row in rows_of_one_image
         ],
-        "captions to look at": [str(doubt.question) for doubt in content.doubts if not doubt.answers],
-        "pairs that changeflag calls unchanged, in other sentences than LEVIR-CC's": list(
-            _pairs_unchanged_by_flag(entry, content.rows)
-        ),
+        CAPTIONS_TO_CHECK: [str(doubt.question) for doubt in content.doubts if not doubt.answers],
+        UNCHANGED_BY_FLAG: list(_pairs_unchanged_by_flag(entry, content.rows)),
     }
 
 
@@ -187,7 +193,7 @@ def _overview_lines(name: str, entry: DatasetEntry, content: FolderContent) -> l
     lines = _count_lines(spec.part(name) or nearest_part, content.records)
     lines += _lines_without_test_pairs(entry, content.rows)
     lines.append(
-        f"  images {len(content.images):,}, of them {len(content.missing_images):,} missing and "
+        f"  {len(content.images):,} images, {len(content.missing_images):,} of them missing and "
         f"{len(content.empty_images):,} empty"
     )
     lines += [f"  {note}" for note in content.option_notes]
@@ -197,7 +203,7 @@ def _overview_lines(name: str, entry: DatasetEntry, content: FolderContent) -> l
             lines.append(f"  {captions}; {captions.remedy}")
     if entry.options.get("pairs_only"):
         all_rows = list(spec.read(entry.root, **{**entry.options, "pairs_only": False}))
-        lines.append(f"  passed over by pairs_only: {len(all_rows) - len(content.rows):,} rows")
+        lines.append(f"  rows skipped because of pairs_only: {len(all_rows) - len(content.rows):,}")
     return lines
 
 
@@ -220,7 +226,9 @@ def _count_lines(published: Published | None, records: list[dict[str, Any]]) -> 
             line += f"{expected.pairs:22,}{expected_references:>12}{'  differs' if differs else ''}"
         lines.append(line)
     if published and differs_anywhere:
-        lines.append(f"  not the release of {published.title}: a part, another version, or other data in its layout")
+        lines.append(
+            f"  not the published {published.title}, but a part of it, another version or other data in its layout"
+        )
     return lines
 
 
@@ -229,14 +237,14 @@ def _lines_without_test_pairs(entry: DatasetEntry, rows: list[Row]) -> list[str]
     if not rows or any(row.split == "test" for row in rows):
         return []
     options = entry.options
-    line = "  no test pairs: no model can be scored by this dataset or promoted"
+    line = "  no test pairs: no model can be evaluated or promoted with this dataset"
     if entry.reader not in TABLE_READERS:
         return [line]
     if not isinstance(options.get("manifest", ""), str):
-        return [f"{line}; add a file of them to the option `manifest`: {{test: FILE}}"]
+        return [f"{line}; add a file with test pairs to the option `manifest`: {{test: FILE}}"]
     has_column = not isinstance(options.get("split"), str)
     if has_column:
-        line += "; call some pairs test in the column of the split"
+        line += "; name the split of some pairs `test` in the column of the split"
     proposal = propose_shares(rows, OFFERED_SHARES)
     if proposal is None:
         return [line if has_column else f"{line}; {TOO_FEW_TO_DRAW}"]
@@ -272,22 +280,23 @@ def _pairs_unchanged_by_flag(entry: DatasetEntry, rows: list[Row]) -> Iterator[s
     unchanged_rows = sum(row.change_types == [NO_CHANGE] for row in rows)
     if len(unchanged_images) > 2 * unchanged_rows:
         yield (
-            f"{unchanged_images[0].get('filename')}: {len(unchanged_images):,} such pairs, {unchanged_rows:,} are read "
-            "so; read them by --reader pairs, with no_change: {changeflag: [0, false]} in the options"
+            f"{unchanged_images[0].get('filename')}: there are {len(unchanged_images):,} such pairs, but only "
+            f"{unchanged_rows:,} of them are read as unchanged; read the data with --reader pairs and the option "
+            "no_change: {changeflag: [0, false]}"
         )
 
 
 def _caption_lines(content: FolderContent) -> list[str]:
     """Return lines about questions with a sure answer, pairs without a caption, and empty captions."""
-    lines = [f"  {doubt.question}; the entry takes the first" for doubt in content.doubts if doubt.is_sure]
+    lines = [f"  {doubt.question}; the entry uses the first answer" for doubt in content.doubts if doubt.is_sure]
     lines += list_problems(
-        "pairs without a caption, which are passed over", [row.source for row in content.rows if row.without_caption]
+        "pairs without a caption, which are skipped", [row.source for row in content.rows if row.without_caption]
     )
     empty_captions = sum(
         not str(text).strip() for text in chain.from_iterable(record["references"] for record in content.records)
     )
     if empty_captions:
-        lines.append(f"  empty captions: {empty_captions:,}, which train nothing")
+        lines.append(f"  empty captions: {empty_captions:,}, which are not used for training")
     return lines
 
 
@@ -301,7 +310,7 @@ def _remedy_lines(entry: DatasetEntry, content: FolderContent) -> list[str]:
         remedies.append(_remedy_for_unknown_splits(content.rows))
     if not remedies:
         return []
-    lines = ["  what mends it:"]
+    lines = ["  remedies:"]
     lines += [f"    {remedy}" for remedy in dict.fromkeys(remedies)]
     return lines
 

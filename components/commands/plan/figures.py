@@ -50,7 +50,7 @@ class Run:
     mixture: Path
 
     @classmethod
-    def of(cls, params: Params) -> "Run":
+    def from_params(cls, params: Params) -> "Run":
         """Return the relevant sections of the parameters, with the model that `train.model` names."""
         return cls(
             train=params.train,
@@ -216,7 +216,7 @@ def plan_alignment(run: Run) -> Plan | None:
     try:
         plan = make_plan(phase_run, excluded_datasets)
     except ParamsError as error:
-        print(f"the alignment is not counted: {error}")
+        print(f"there is no plan of the alignment: {error}")
         return None
     return replace(plan, epochs_parameter=f"models.{run.train.model}.align.epochs")
 
@@ -256,8 +256,8 @@ def _origin_of_shapes(base: Path, config: Any) -> str:
     if has_base(base):
         return str(base)
     name = config.name_or_path
-    fetch = f" (`hf download {name} --local-dir {base}`)" if "/" in name else ""
-    return f"published shapes of {name}, {base} is not here{fetch}"
+    command = f" (`hf download {name} --local-dir {base}` downloads it)" if "/" in name else ""
+    return f"published shapes of {name}, because there is no base in {base}{command}"
 
 
 def _activations_gb(run: Run, model: Any, prompt_tokens: int, reference_tokens: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from m3diff.commands.plan.annotations import plan_samples
 from m3diff.commands.plan.mixture import counted_workload, has_mixture, workload_of_samples
 from m3diff.commands.plan.published import published_workload
-from m3diff.commands.plan.workload import TokenCounter, Workload
+from m3diff.commands.plan.workload import DatasetShare, TokenCounter, Workload
 from m3diff.datasets import DATASETS
 from m3diff.models.processing import PairProcessor
 from m3diff.stages.convert.params import Convert
@@ -43,7 +43,7 @@ def find_workload(
     if not foreign_datasets:
         return workload
     workload = workload_of_datasets(entries, convert, tokens)
-    note = f"{mixture} is of another run ({', '.join(sorted(foreign_datasets))})"
+    note = f"{mixture} belongs to another run, with {', '.join(sorted(foreign_datasets))}"
     return replace(workload, origin=f"{workload.origin}; {note}")
 
 
@@ -58,14 +58,20 @@ def workload_of_datasets(
     Raises:
         ParamsError: no dataset is used for training, or no training dataset can be counted.
     """
-    training = {name: entry for name, entry in entries.items() if entry.train_on}
-    unpublished = {name: entry for name, entry in training.items() if DATASETS[entry.reader].part(name) is None}
-    published = {name: entry for name, entry in training.items() if name not in unpublished}
+    published: dict[str, DatasetEntry] = {}
+    unpublished: dict[str, DatasetEntry] = {}
+    for name, entry in entries.items():
+        if not entry.train_on:
+            continue
+        if DATASETS[entry.reader].part(name) is None:
+            unpublished[name] = entry
+        else:
+            published[name] = entry
     planned = plan_samples(unpublished, convert)
     if planned.samples is None:
         return published_workload(entries, convert, planned.unread)
     read_names = ", ".join(name for name in unpublished if name not in planned.unread)
-    origin = f"the annotation files of {read_names}, as convert takes them"
+    origin = f"the annotation files of {read_names}, used in the same way as by convert"
     workload = workload_of_samples(planned.samples, tokens or TokenCounter(None, 0), origin)
     if published:
         return join_workloads(workload, published_workload(published, convert, planned.unread))
@@ -74,15 +80,18 @@ def workload_of_datasets(
     return workload
 
 
-def join_workloads(counted: Workload, published: Workload) -> Workload:
-    """Join two workloads. The result contains only sums, not the number of references of each pair."""
-    pairs = counted.pairs + published.pairs
-    references = counted.references + published.references
-    prompt_tokens = counted.pairs * counted.prompt_tokens + published.pairs * published.prompt_tokens
-    reference_tokens = counted.references * counted.reference_tokens + published.references * published.reference_tokens
+def join_workloads(*workloads: Workload) -> Workload:
+    """Join workloads. The result contains only sums, not the number of references of each pair."""
+    shares: list[DatasetShare] = []
+    for workload in workloads:
+        shares += workload.shares
+    pairs = sum(workload.pairs for workload in workloads)
+    references = sum(workload.references for workload in workloads)
+    prompt_tokens = sum(workload.pairs * workload.prompt_tokens for workload in workloads)
+    reference_tokens = sum(workload.references * workload.reference_tokens for workload in workloads)
     return Workload(
-        origin=f"{counted.origin}; {published.origin}",
-        shares=[*counted.shares, *published.shares],
+        origin="; ".join(workload.origin for workload in workloads),
+        shares=shares,
         prompt_tokens=prompt_tokens / pairs,
         reference_tokens=reference_tokens / references,
         pairs_by_references={},

@@ -72,7 +72,7 @@ def estimate_duration(plan: Plan, gpu: Gpu | None, hfu: float) -> Duration | Unk
     if machine_gpu is not None:
         assumption = f"assumes that this machine's GPU, of the kind {machine_gpu.name},"
         return duration_by_peak(plan, machine_gpu, hfu, assumption)
-    return UnknownDuration(f"name a kind of GPU by --gpu or compute.gpu_kind: {', '.join(GPUS)}")
+    return UnknownDuration(f"set a kind of GPU with --gpu or compute.gpu_kind: {', '.join(GPUS)}")
 
 
 def duration_by_peak(plan: Plan, gpu: Gpu, hfu: float, assumption: str) -> Duration | UnknownDuration:
@@ -82,12 +82,12 @@ def duration_by_peak(plan: Plan, gpu: Gpu, hfu: float, assumption: str) -> Durat
         assumption: beginning of the text that explains how the speed was determined.
     """
     if plan.train.precision != "bf16":
-        return UnknownDuration(f"peaks of GPUs are known for bf16, and train.precision is {plan.train.precision}")
+        return UnknownDuration(f"peaks of GPUs are only known for bf16, but train.precision is {plan.train.precision}")
     hfu_explanation = ""
     if plan.run_flops > plan.model_flops:
         hfu_explanation = (
-            f" (HFU, hardware FLOPs utilisation: it counts what activation checkpointing computes again; MFU, without "
-            f"that, is {plan.mfu(hfu):.1%})"
+            f" (HFU, hardware FLOPs utilisation, which includes recomputation by activation checkpointing; MFU, which "
+            f"does not include it, is {plan.mfu(hfu):.1%})"
         )
     return Duration(
         device_hours=plan.gpu_hours(gpu.bf16_tflops, hfu),
@@ -122,8 +122,8 @@ def duration_of_last_training(plan: Plan) -> Duration | None:
     return Duration(
         device_hours=plan.model_flops / flops_per_s / 3600,
         flops_per_s=flops_per_s,
-        basis=f"by the speed of the last training on this machine, of a model of this size on {devices} "
-        f"({speed_file}), validation and checkpoints included",
+        basis=f"speed of the last training on this machine, with a model of this size on {devices} ({speed_file}); "
+        "validation and checkpoints are included",
     )
 
 
@@ -149,7 +149,7 @@ def duration_by_timing(plan: Plan) -> Duration:
     return Duration(
         device_hours=plan.model_flops / flops_per_s / 3600,
         flops_per_s=flops_per_s,
-        basis=f"{basis}; validation and checkpoints come on top",
+        basis=f"{basis}; validation and checkpoints are not included",
     )
 
 

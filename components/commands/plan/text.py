@@ -18,6 +18,7 @@ from m3diff.stages.predict.stage import CONTROL_PAIRS
 
 UNIT_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
+PAPER_ROW = "published in the paper"  # name of the row with the counts of the M3Diff paper
 PAPER_PAIRS = 145_000  # pairs in the mixture of the M3Diff paper
 
 CENT = 0.01
@@ -31,7 +32,7 @@ class Unit:
     size: float
 
 
-def fitting_unit(value: float, name: str, largest_prefix: str = "E") -> Unit:
+def choose_unit(value: float, name: str, largest_prefix: str = "E") -> Unit:
     """Return the largest unit, up to `largest_prefix`, in which the value is at least 1: GFLOP for 3e9 FLOP."""
     power = 0
     while value >= 1000 ** (power + 1) and UNIT_PREFIXES[power] != largest_prefix:
@@ -41,7 +42,7 @@ def fitting_unit(value: float, name: str, largest_prefix: str = "E") -> Unit:
 
 def format_amount(value: float, name: str, decimals: int = 2) -> str:
     """Return a value in the unit that fits, such as `3.00 GFLOP`."""
-    unit = fitting_unit(value, name)
+    unit = choose_unit(value, name)
     return f"{value / unit.size:,.{decimals}f} {unit.name}"
 
 
@@ -109,7 +110,7 @@ def _device(plan: Plan) -> str:
     return "GPU" if plan.run.compute.gpu else "process"
 
 
-def _devices(plan: Plan) -> str:
+def _devices_in_words(plan: Plan) -> str:
     if plan.devices == 1:
         return f"1 {_device(plan)}"
     return f"{plan.devices} GPUs" if plan.run.compute.gpu else f"{plan.devices} processes"
@@ -122,27 +123,29 @@ def _time_lines(plan: Plan, duration: Duration | UnknownDuration) -> Iterator[st
     device = _device(plan)
     hours = duration.device_hours
     captions_per_second = plan.workload.references * plan.train.epochs / hours / 3600
-    total = f", {format_duration(hours, device)} in all" if device == "GPU" and plan.devices > 1 else ""
+    total = ""
+    if device == "GPU" and plan.devices > 1:
+        total = f" ({format_duration(hours, device)} in total)"
     yield (
-        f"  time: about {format_duration(hours / plan.devices)} on {_devices(plan)}{total}; "
-        f"{format_estimate(captions_per_second)} captions a second on each {device}"
+        f"  time: about {format_duration(hours / plan.devices)} on {_devices_in_words(plan)}{total}, "
+        f"{format_estimate(captions_per_second)} captions per second on each {device}"
     )
     yield f"    {duration.basis}"
     if plan.test_pairs:
         controls = 2 * min(plan.test_pairs, CONTROL_PAIRS)
         caption_hours = duration.caption_hours(plan, plan.test_pairs + controls)
         yield (
-            f"    captioning {plan.test_pairs:,} test pairs and {controls:,} of the controls: about "
-            f"{format_duration(caption_hours)} on one {device} to read images and prompts; writing the captions "
-            "comes on top, and is most of the time"
+            f"    captioning {plan.test_pairs:,} test pairs and {controls:,} control pairs: about "
+            f"{format_duration(caption_hours)} on one {device} to read images and prompts. Writing the captions is not "
+            "included and takes most of the time"
         )
     compute = plan.run.compute
     if compute.gpu and compute.gpu_hour_price is not None:
         cost = hours * compute.gpu_hour_price
-        cost_in_words = f"about {format_estimate(cost)}" if cost >= CENT else f"under {CENT:g}"
+        amount = f"about {format_estimate(cost)}" if cost >= CENT else f"under {CENT:g}"
         currency = compute.gpu_hour_currency
         price = f"{compute.gpu_hour_price:g} {currency}"
-        yield f"  cost: {cost_in_words} {currency}, at {price} a GPU-hour (compute.gpu_hour_price)"
+        yield f"  cost: {amount} {currency}, at {price} per GPU-hour (compute.gpu_hour_price)"
 
 
 def _memory_summary(plan: Plan, gpu_memory: GpuMemory | None) -> Iterator[str]:
@@ -153,16 +156,15 @@ def _memory_summary(plan: Plan, gpu_memory: GpuMemory | None) -> Iterator[str]:
     verdict = "fits" if plan.memory_total_gb <= gpu_memory.usable_gb else "DOES NOT FIT"
     yield (
         f"  memory: {total} on each GPU: {verdict} into {gpu_memory.usable_gb:.1f} GB ({gpu_memory.name} has "
-        f"{gpu_memory.memory_gb:.4g}, of which {RESERVE:.0%} is left to CUDA and to fragmentation)"
+        f"{gpu_memory.memory_gb:.4g} GB, of which {RESERVE:.0%} is reserved for CUDA and fragmentation)"
     )
 
 
 def _steps_line(plan: Plan) -> str:
     workload = plan.workload
     return (
-        f"  data: {workload.pairs:,} pairs with {workload.references:,} captions; an epoch is {plan.steps_per_epoch:,} "
-        f"step(s) of {plan.train.global_batch} sequences, the run {plan.steps:,} steps in {plan.train.epochs:g} "
-        "epoch(s)"
+        f"  data: {workload.pairs:,} pairs with {workload.references:,} captions; {plan.steps_per_epoch:,} step(s) of "
+        f"{plan.train.global_batch} sequences per epoch, {plan.steps:,} step(s) in {plan.train.epochs:g} epoch(s)"
     )
 
 
@@ -185,20 +187,20 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
     if set(workload.counts_by_dataset) == set(PAPER_DATASETS):
         pairs = f"{PAPER_PAIRS // 1000}k"
         references = f"{PAPER_SAMPLES // 1000}k"
-        yield f"  {'as the paper prints it':<28} {pairs:>9} pairs {references:>9} references"
-    yield f"  {workload.prompt_tokens:.1f} tokens a prompt, {workload.reference_tokens:.1f} a reference"
+        yield f"  {PAPER_ROW:<28} {pairs:>9} pairs {references:>9} references"
+    yield f"  {workload.prompt_tokens:.1f} tokens per prompt, {workload.reference_tokens:.1f} tokens per reference"
     yield (
-        f"  max_captions_per_sequence {'all' if max_captions is None else max_captions}: {plan.sequences:,} sequences "
-        f"of {plan.tokens_per_sequence:,.0f} tokens, {plan.references_per_sequence:.2f} references each"
+        f"  max_captions_per_sequence {'all' if max_captions is None else max_captions}: {plan.sequences:,} sequences, "
+        f"each with {plan.tokens_per_sequence:,.0f} tokens and {plan.references_per_sequence:.2f} references on average"
     )
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    unit = fitting_unit(plan.memory_total_gb * GIGA, "B", largest_prefix="G")
-    sequence = "the mean sequence"
+    unit = choose_unit(plan.memory_total_gb * GIGA, "B", largest_prefix="G")
+    sequence = "a sequence of mean length"
     if plan.max_references is not None:
-        sequence = f"the longest sequence, {plan.max_references} reference(s)"
-    yield f"memory of each {_device(plan)}, {unit.name}; activations are those of {sequence}"
+        sequence = f"the longest sequence, with {plan.max_references} reference(s)"
+    yield f"memory of each {_device(plan)} in {unit.name}, with the activations of {sequence}"
     for name, size in plan.memory_gb.items():
         yield f"  {name:<28} {size * GIGA / unit.size:>9.1f}"
     for name, size in plan.activations_gb.items():
@@ -211,7 +213,7 @@ def _flops_lines(plan: Plan) -> Iterator[str]:
     forward = sum(term.forward for term in plan.terms)
     total = sum(term.total for term in plan.terms)
     recomputed = recomputed_flops(plan.terms, checkpointing)
-    unit = fitting_unit(total, "FLOP", largest_prefix="T")
+    unit = choose_unit(total, "FLOP", largest_prefix="T")
     yield f"{f'FLOPs of one sequence, {unit.name}':<30} {'forward':>9} {'total':>9}"
     for term in plan.terms:
         name = "LoRA adapters" if term.name == ADAPTERS else term.name
@@ -220,19 +222,19 @@ def _flops_lines(plan: Plan) -> Iterator[str]:
     yield f"  {f'recomputation, {checkpointing}':<28} {'':>9} {recomputed / unit.size:>9.3f}"
     run_amount = format_amount(plan.run_flops, "FLOP")
     caption_amount = format_amount(plan.caption_flops, "FLOP", decimals=1)
-    yield f"  the run: {run_amount}; a pair to caption: {caption_amount} to read its images and prompt"
+    yield f"  whole run: {run_amount}; reading the images and the prompt of a pair to caption: {caption_amount}"
 
 
 def _parameter_lines(plan: Plan) -> Iterator[str]:
     settings = plan.run.settings
-    adapted = FAMILIES[settings.family].lora_targets if settings.lora.rank else {}
+    parts_with_adapters = FAMILIES[settings.family].lora_targets if settings.lora.rank else {}
     has_adapters = False
-    yield f"parameters, millions: {plan.base_origin}"
+    yield f"parameters in millions: {plan.base_origin}"
     for group, count in plan.parameters.items():
         name = group.replace(FROZEN, ", frozen")
-        if group in adapted:
+        if group in parts_with_adapters:
             name = f"{group}, LoRA adapters"
             has_adapters = True
         yield f"  {name:<28} {count / 1e6:>12,.2f}"
     if has_adapters:
-        yield "  LoRA adapters are small matrices beside the frozen ones of the LLM; they train in place of these"
+        yield "  LoRA adapters are small matrices that are trained instead of the LLM's own matrices, which are frozen"

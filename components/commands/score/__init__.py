@@ -18,17 +18,18 @@ from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import draw_ahead, intervals
 from m3diff.scoring.grammar import parse_predictions
-from m3diff.scoring.metrics import BY_CHARACTERS, Metric, choose_metrics
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, choose_metrics
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
-from m3diff.scoring.notes import notes_of_texts
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.notes import note_texts
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs, apply_protocol
 from m3diff.scoring.results import score_table
 from m3diff.scoring.run import compute_metrics, metrics_of_all
 
 LIMIT_S = 3600  # time limit of a Java scorer in seconds; SPICE gets more, depending on its captions
-CONTROL_SCORES = ("CIDEr_shuffled", "CIDEr_shuffled-char")  # not reported: a file of captions has no shuffled control
+# Scores that are not reported, because a file of captions has no captions of shuffled pairs
+CONTROL_SCORES = {name for name, headline in HEADLINE_SCORES.items() if headline.is_shuffled_control}
 
 
 def score(
@@ -96,7 +97,7 @@ def score_pairs(
     def work_without_scores() -> None:
         predictions = [pair.prediction for pair in matched.pairs]
         references = [reference for pair in matched.pairs for reference in pair.references]
-        notes.extend(notes_of_texts([protocol_pairs], shown_metrics, predictions, references))
+        notes.extend(note_texts([protocol_pairs], shown_metrics, predictions, references))
         drawn_counts.extend(draw_ahead(len(protocol_pairs.pairs)) or [])
 
     all_scores = compute_metrics(metrics, [protocol_pairs], parsed, spice_dir, LIMIT_S, meanwhile=work_without_scores)
@@ -108,7 +109,7 @@ def score_pairs(
     if protocol_pairs.counts_characters:
         headline = f"{headline}{BY_CHARACTERS}"
         published = []  # published scores are computed on words
-    pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL}
+    pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL_PAIRS}
     return ScoreReport(
         dataset=task.dataset,
         protocol=task.protocol.name,
@@ -119,7 +120,7 @@ def score_pairs(
         pairs=len(protocol_pairs.pairs),
         published_pairs=task.protocol.n,
         references=sum(len(pair.references) for pair in protocol_pairs.pairs),
-        scores={name: value for name, value in scores.groups[ALL].items() if name not in CONTROL_SCORES},
+        scores={name: value for name, value in scores.groups[ALL_PAIRS].items() if name not in CONTROL_SCORES},
         intervals=intervals(
             score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores}),
             shown_metrics,

@@ -6,7 +6,7 @@ A fault stops the command unless `--allow-faults` is given. A note is only part 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from m3diff.commands.score.task import ScoringTask
 from m3diff.datasets.spec import SplitCount
 from m3diff.records.errors import DataError, Fault
 from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.protocols import takes_pair
+from m3diff.scoring.protocols import includes_pair
 
 EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
 # File names of CLEVR-Change
@@ -44,10 +44,11 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
     # replace names assigned by `m3diff caption` with the names of the pairs
     captions = [(references.aliases.get(name, name), caption) for name, caption in predictions.captions]
     protocol = task.protocol
-    protocol_pairs = {name: pair for name, pair in references.pairs.items() if takes_pair(protocol, pair)}
+    protocol_pairs = {name: pair for name, pair in references.pairs.items() if includes_pair(protocol, pair)}
     if not protocol_pairs:
         raise DataError("score.no_pair_of_protocol", key=task.dataset, protocol=protocol.name)
-    caption_by_name = match(path, captions, references.pairs, task)
+    known_names = dict.fromkeys([*references.pairs, *references.names_in_other_splits])
+    caption_by_name = match_captions(path, captions, known_names, task)
     scored_pairs = [
         replace(pair, prediction=caption_by_name[name])
         for name, pair in protocol_pairs.items()
@@ -55,9 +56,9 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
     ]
     faults: list[Fault] = []
     if references.are_as_scored:
-        faults += [fault.at(key="references") for fault in faults_of_references(protocol_pairs, task)]
+        faults += [fault.at(key="references") for fault in find_reference_faults(protocol_pairs, task)]
     faults += predictions.faults
-    faults += faults_of_captions(caption_by_name, references.pairs, protocol_pairs, task.counts)
+    faults += find_caption_faults(caption_by_name, known_names, protocol_pairs, task.counts)
     if protocol.n is not None and len(scored_pairs) != protocol.n:
         faults.append(Fault("score.other_number_of_pairs", value=len(scored_pairs), expected=protocol.n))
     if faults and not allow_faults:
@@ -66,24 +67,27 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
         )
     if not scored_pairs:
         raise DataError("score.no_caption_of_protocol", path=path, protocol=protocol.name)
-    notes = note_of_ids([name for name, _ in captions], list(caption_by_name))
+    notes = note_changed_ids([name for name, _ in captions], list(caption_by_name))
     notes += references.notes
+    captions_in_other_splits = len(caption_by_name.keys() & set(references.names_in_other_splits))
+    if captions_in_other_splits:
+        notes.append(f"{captions_in_other_splits:,} captions of pairs in other splits are not scored")
     captions_left_out = len(caption_by_name.keys() & references.pairs.keys()) - len(scored_pairs)
     if captions_left_out:
-        notes.append(f"{captions_left_out:,} captions of pairs that {protocol.name!r} does not take were left out")
-    notes += notes_of_pairs(scored_pairs)
+        notes.append(f"{captions_left_out:,} captions of pairs outside the protocol {protocol.name!r} are not scored")
+    notes += note_pairs(scored_pairs)
     return MatchedPairs(pairs=scored_pairs, faults=faults, notes=notes)
 
 
-def note_of_ids(ids: Sequence[str], names: Sequence[str]) -> list[str]:
+def note_changed_ids(ids: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return a note if an id differs from the name of its pair in more than the Unicode form, with an example."""
     for pair_id, name in zip(ids, names, strict=True):
         if unicodedata.normalize("NFC", pair_id) != unicodedata.normalize("NFC", name):
-            return [f"ids such as {pair_id!r} were taken for {name!r}"]
+            return [f"ids such as {pair_id!r} are matched to {name!r}"]
     return []
 
 
-def notes_of_pairs(pairs: Sequence[EvalPair]) -> list[str]:
+def note_pairs(pairs: Sequence[EvalPair]) -> list[str]:
     """Return notes on empty captions and on references that are the same for all pairs."""
     notes = []
     empty_captions = sum(not pair.prediction.strip() for pair in pairs)
@@ -91,11 +95,15 @@ def notes_of_pairs(pairs: Sequence[EvalPair]) -> list[str]:
         notes.append(f"{empty_captions:,} captions are empty")
     distinct_references = {tuple(pair.references) for pair in pairs}
     if len(pairs) > 1 and len(distinct_references) == 1:
-        notes.append("all pairs have the same references, so CIDEr is 0: no word tells a pair from the others")
+        notes.append(
+            "all pairs have the same references, so CIDEr is 0, because no word distinguishes a pair from the others"
+        )
     return notes
 
 
-def match(path: Path, captions: Sequence[tuple[str, str]], names: Iterable[str], task: ScoringTask) -> dict[str, str]:
+def match_captions(
+    path: Path, captions: Sequence[tuple[str, str]], names: Iterable[str], task: ScoringTask
+) -> dict[str, str]:
     """Match captions to pairs by their ids, and return them by the name of their pair.
 
     An id may differ from the pair's name in its Unicode form, folder, extension, zero padding or the parts that
@@ -110,29 +118,32 @@ def match(path: Path, captions: Sequence[tuple[str, str]], names: Iterable[str],
         DataError: several captions match the same pair.
     """
     name_by_form = {unicodedata.normalize("NFC", name): name for name in names}
-    bare_ids = {form: bare_id(form) for form in name_by_form}
-    times = Counter(bare_ids.values())
-    name_by_bare_id = {bare_ids[form]: name for form, name in name_by_form.items() if times[bare_ids[form]] == 1}
+    stripped_ids = {form: strip_id(form) for form in name_by_form}
+    times = Counter(stripped_ids.values())
+    name_by_stripped_id = {}
+    for form, name in name_by_form.items():
+        if times[stripped_ids[form]] == 1:
+            name_by_stripped_id[stripped_ids[form]] = name
     captions_by_name: dict[str, list[str]] = {}
     for pair_id, caption in captions:
         form = unicodedata.normalize("NFC", pair_id).removeprefix(f"{task.dataset}/")
-        name = name_by_form.get(form) or name_by_bare_id.get(bare_id(form)) or pair_id
+        name = name_by_form.get(form) or name_by_stripped_id.get(strip_id(form)) or pair_id
         captions_by_name.setdefault(name, []).append(caption)
     if len(captions_by_name) < len(captions):
-        name, repeated = max(captions_by_name.items(), key=lambda item: len(item[1]))
+        name, captions_of_name = max(captions_by_name.items(), key=lambda item: len(item[1]))
         raise DataError(
             "score.ids_repeated",
             path=path,
             value=len(captions),
             total=len(captions_by_name),
             name=name,
-            times=len(repeated),
-            levels=levels_of(len(captions), task.counts),
+            times=len(captions_of_name),
+            levels=explain_count(len(captions), task.counts),
         )
     return {name: captions_of_pair[0] for name, captions_of_pair in captions_by_name.items()}
 
 
-def bare_id(pair_id: str) -> str:
+def strip_id(pair_id: str) -> str:
     """Return an id without folder, extension, zero padding and CLEVR-Change's affixes: "235" for "a/000235.png"."""
     file_name = re.split(r"[/\\]", pair_id)[-1]
     stem = EXTENSION.sub("", file_name)
@@ -143,9 +154,9 @@ def bare_id(pair_id: str) -> str:
     return scene["number"] + ("_n" if is_distractor else "")
 
 
-def faults_of_captions(
+def find_caption_faults(
     captions: Mapping[str, str],
-    pairs: Mapping[str, EvalPair],
+    known_names: Collection[str],
     protocol_pairs: Mapping[str, EvalPair],
     counts: SplitCount | None,
 ) -> list[Fault]:
@@ -153,36 +164,38 @@ def faults_of_captions(
 
     Args:
         captions: captions by the name of their pair.
-        pairs: all pairs of the references.
+        known_names: names of all pairs of the references.
         protocol_pairs: pairs that the protocol includes.
         counts: published counts of the protocol.
     """
     faults = []
-    unknown = [name for name in captions if name not in pairs]
-    if unknown:
+    unknown_names = [name for name in captions if name not in known_names]
+    if unknown_names:
         unknown_fault = Fault(
             "score.ids_unknown",
-            value=len(unknown),
+            value=len(unknown_names),
             total=len(captions),
-            names=unknown,
-            excerpt=list_names(unknown),
-            valid=list_names(list(pairs)),
+            names=unknown_names,
+            excerpt=list_names(unknown_names),
+            valid=list_names(list(known_names)),
         )
         faults.append(unknown_fault)
-    missing = [name for name in protocol_pairs if name not in captions]
-    wordless = [name for name, pair in protocol_pairs.items() if not any(text.strip() for text in pair.references)]
-    are_wordless = bool(missing) and missing == wordless
-    if missing:
+    missing_names = [name for name in protocol_pairs if name not in captions]
+    wordless_names = [
+        name for name, pair in protocol_pairs.items() if not any(text.strip() for text in pair.references)
+    ]
+    are_wordless = bool(missing_names) and missing_names == wordless_names
+    if missing_names:
         missing_fault = Fault(
             "score.wordless_pairs_missing" if are_wordless else "score.ids_missing",
-            value=len(missing),
+            value=len(missing_names),
             total=len(protocol_pairs),
-            names=missing,
-            excerpt=list_names(missing),
+            names=missing_names,
+            excerpt=list_names(missing_names),
         )
         faults.append(missing_fault)
-    if unknown or (missing and not are_wordless):
-        faults += levels_of(len(captions), counts)
+    if unknown_names or (missing_names and not are_wordless):
+        faults += explain_count(len(captions), counts)
     return faults
 
 
@@ -191,7 +204,7 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def levels_of(ids: int, counts: SplitCount | None) -> list[Fault]:
+def explain_count(ids: int, counts: SplitCount | None) -> list[Fault]:
     """Explain a wrong number of ids: the file may have a caption per annotation record or per distinct image pair.
 
     Return one fault if the number of ids equals one of these published counts, otherwise an empty list.
@@ -205,7 +218,7 @@ def levels_of(ids: int, counts: SplitCount | None) -> list[Fault]:
     return []
 
 
-def faults_of_references(pairs: Mapping[str, EvalPair], task: ScoringTask) -> Iterator[Fault]:
+def find_reference_faults(pairs: Mapping[str, EvalPair], task: ScoringTask) -> Iterator[Fault]:
     """Yield a fault for each way in which a file of references differs from the benchmark's references."""
     protocol = task.protocol
     counts = task.counts
@@ -220,7 +233,7 @@ def faults_of_references(pairs: Mapping[str, EvalPair], task: ScoringTask) -> It
             )
         else:
             yield Fault("score.references_of_other_pairs", value=len(pairs), expected=counts.pairs)
-        yield from levels_of(len(pairs), counts)
+        yield from explain_count(len(pairs), counts)
     elif protocol.references == "joined" and len(texts) > len(pairs):
         yield Fault("score.references_not_joined", value=len(texts), pairs=len(pairs), protocol=protocol.name)
     elif protocol.max_words is not None and longest > protocol.max_words:

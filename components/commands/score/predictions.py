@@ -57,12 +57,12 @@ def read_predictions(path: Path) -> Predictions:
         if isinstance(row, DataError):
             raise DataError(row.fault.at(path=where))
         if not captions and path.suffix.lower() in DELIMITERS:
-            fields = prediction_columns(path, list(row), delimiter)
-        pair_id = text_of(where, row, fields.ids).strip()
+            fields = find_prediction_columns(path, list(row), delimiter)
+        pair_id = read_text(where, row, fields.ids).strip()
         if is_uncaptioned(row, fields.captions):
             faults.append(Fault("score.pair_not_captioned", path=where, name=pair_id, cause=row["error"]))
         else:
-            captions.append((pair_id, text_of(where, row, fields.captions)))
+            captions.append((pair_id, read_text(where, row, fields.captions)))
     if not captions and faults:
         raise DataError("score.no_pair_captioned", path=path, cause=faults[0])
     if not captions:
@@ -85,7 +85,7 @@ def find_columns(header: Sequence[str], names: Sequence[str]) -> list[str]:
     return [by_spelling[spelling] for spelling in spellings if spelling in by_spelling]
 
 
-def columns_fault(columns: Iterable[str], delimiter: str | None) -> Fault:
+def describe_columns(columns: Iterable[str], delimiter: str | None) -> Fault:
     """Return a fault that lists the columns of a table, for use in other faults.
 
     Args:
@@ -96,7 +96,7 @@ def columns_fault(columns: Iterable[str], delimiter: str | None) -> Fault:
     return Fault("score.columns_at_delimiter", names=list(columns), delimiter=delimiter)
 
 
-def prediction_columns(path: Path, header: Sequence[str], delimiter: str | None) -> PredictionFields:
+def find_prediction_columns(path: Path, header: Sequence[str], delimiter: str | None) -> PredictionFields:
     """Find the columns of ids and captions in a table of predictions. For example, `Image ID` matches image_id.
 
     Args:
@@ -114,7 +114,7 @@ def prediction_columns(path: Path, header: Sequence[str], delimiter: str | None)
             raise DataError(
                 "score.no_column",
                 path=path,
-                columns=columns_fault(header, delimiter),
+                columns=describe_columns(header, delimiter),
                 kind=kind,
                 names=names,
                 expected=names[0],
@@ -122,7 +122,7 @@ def prediction_columns(path: Path, header: Sequence[str], delimiter: str | None)
     return PredictionFields(ids=id_columns[:1], captions=caption_columns[:1])
 
 
-def text_of(where: str, row: Any, fields: Sequence[str]) -> str:
+def read_text(where: str, row: Any, fields: Sequence[str]) -> str:
     """Return the text of the first of these fields that is present in a row.
 
     An integer or a list with a single text is also accepted.

@@ -1,18 +1,22 @@
 """Read references from a benchmark's folder, from ingest's records, from a table of pairs or from a COCO file."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from m3diff.commands.score.predictions import ID_FIELDS, columns_fault, find_columns, text_of
+from m3diff.commands.score.predictions import ID_FIELDS, describe_columns, find_columns, read_text
 from m3diff.commands.score.task import ScoringTask
-from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, read_json
+from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, pick, read_json
+from m3diff.datasets.filters import SplitNames, split_of_cell
+from m3diff.datasets.split_column import SplitChoice, choose_split_column
 from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, images_of, names_of, read_rows, read_sample
 from m3diff.records.errors import DataError, Fault, data_error_if_unreadable
+from m3diff.records.schemas import SPLITS
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.pairs import EvalPair
 
@@ -26,11 +30,12 @@ CAPTION_COLUMNS = (
 class References:
     """Pairs with their references, but without predictions and images.
 
-    pairs: pairs by name.
+    pairs: pairs by name. They are the pairs of the split to score.
     grammar: grammar that parses captions into changes. None if the dataset does not have one.
     are_as_scored: True for the user's own file, whose texts should already be joined and truncated by the protocol's
         rules.
     aliases: name assigned to a pair by `m3diff caption` -> name of the pair.
+    names_in_other_splits: names and ids of the pairs in other splits of a table. Their captions are left out.
     notes: notes on how the file was read.
     """
 
@@ -38,6 +43,7 @@ class References:
     grammar: Grammar | None = None
     are_as_scored: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)
+    names_in_other_splits: Collection[str] = ()
     notes: Sequence[str] = ()
 
 
@@ -54,7 +60,9 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
     if references is not None:
         if not references.is_file():
             raise DataError("score.references_missing", path=references)
-        return from_table(references, task) if is_table(references) else from_coco(references, task)
+        return (
+            read_reference_table(references, task) if is_table(references) else read_coco_references(references, task)
+        )
     assert task.spec is not None
     if data is None:
         raise DataError(
@@ -65,13 +73,13 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
         )
     records = data if data.suffix == ".parquet" else data / "records.parquet"
     if records.is_file():
-        return from_records(records, task)
+        return read_record_references(records, task)
     if not data.is_dir():
         raise DataError("score.data_missing", path=data, names=task.spec.files)
-    return from_dataset(data, task)
+    return read_dataset_references(data, task)
 
 
-def from_dataset(folder: Path, task: ScoringTask) -> References:
+def read_dataset_references(folder: Path, task: ScoringTask) -> References:
     """Read the test pairs from a dataset's folder.
 
     Raises:
@@ -85,12 +93,12 @@ def from_dataset(folder: Path, task: ScoringTask) -> References:
             if row.fault or not isinstance(row.references, list):
                 cause = row.fault or Fault("score.references_no_list", value=describe(row.references))
                 raise DataError("score.dataset_row_unusable", path=where, cause=cause)
-            captions = [text_of(where, {"caption": text}, ("caption",)) for text in row.references]
-            pairs[row.name] = bare_pair(task, row.name, captions or [""], row.change_types)
+            captions = [read_text(where, {"caption": text}, ("caption",)) for text in row.references]
+            pairs[row.name] = make_bare_pair(task, row.name, captions or [""], row.change_types)
     return References(pairs, Grammar.load(folder / "grammar.json") if task.spec.grammar else None)
 
 
-def from_records(path: Path, task: ScoringTask) -> References:
+def read_record_references(path: Path, task: ScoringTask) -> References:
     """Read the test pairs from ingest's records.parquet, and the grammar from the same folder."""
     with data_error_if_unreadable(path, "files.unreadable_stage_output", writer="ingest"):
         columns = ["id", "dataset", "references", "change_types"]
@@ -99,12 +107,12 @@ def from_records(path: Path, task: ScoringTask) -> References:
     for row in rows:
         if row["id"] is not None:
             name = row["id"].removeprefix(f"{row['dataset']}/")
-            pairs[name] = bare_pair(task, name, row["references"] or [""], row["change_types"] or [])
+            pairs[name] = make_bare_pair(task, name, row["references"] or [""], row["change_types"] or [])
     grammar = path.with_name("grammar.json")
     return References(pairs, Grammar.load(grammar) if grammar.is_file() else None)
 
 
-def bare_pair(task: ScoringTask, name: str, references: list[str], change_types: list[str]) -> EvalPair:
+def make_bare_pair(task: ScoringTask, name: str, references: list[str], change_types: list[str]) -> EvalPair:
     """Create a pair without images and without a prediction."""
     return EvalPair(
         id=f"{task.dataset}/{name}",
@@ -118,7 +126,7 @@ def bare_pair(task: ScoringTask, name: str, references: list[str], change_types:
     )
 
 
-def from_coco(path: Path, task: ScoringTask) -> References:
+def read_coco_references(path: Path, task: ScoringTask) -> References:
     """Read COCO captions: {"images": [{"id"}], "annotations": [{"image_id", "caption"}]}. Ids may be repeated.
 
     The form {id: [caption, ...]}, in which pycocoevalcap's scorers take references, is read, too.
@@ -128,16 +136,16 @@ def from_coco(path: Path, task: ScoringTask) -> References:
     """
     content = read_json(path, dict)
     if is_captions_by_id(content):
-        return References(pairs_of_captions(task, content), are_as_scored=True)
+        return References(make_pairs(task, content), are_as_scored=True)
     captions: dict[str, list[str]] = {}
     for kind, id_field in (("images", "id"), ("annotations", "image_id")):
         if not isinstance(content.get(kind), list):
             raise DataError("score.no_coco_captions", path=path)
         for number, row in enumerate(content[kind]):
             where = f"{path}, {kind[:-1]} {number}"
-            captions_of_image = captions.setdefault(text_of(where, row, (id_field,)).strip(), [])
+            captions_of_image = captions.setdefault(read_text(where, row, (id_field,)).strip(), [])
             if kind == "annotations":
-                captions_of_image.append(text_of(where, row, ("caption",)))
+                captions_of_image.append(read_text(where, row, ("caption",)))
     uncaptioned = [name for name, captions_of_image in captions.items() if not captions_of_image]
     if not captions:
         raise DataError("score.no_image", path=path)
@@ -150,7 +158,7 @@ def from_coco(path: Path, task: ScoringTask) -> References:
             names=uncaptioned,
             name=uncaptioned[0],
         )
-    return References(pairs_of_captions(task, captions), are_as_scored=True)
+    return References(make_pairs(task, captions), are_as_scored=True)
 
 
 def is_captions_by_id(content: Mapping[str, Any]) -> bool:
@@ -163,9 +171,9 @@ def is_captions_by_id(content: Mapping[str, Any]) -> bool:
     return bool(lists) and has_only_captions and "annotations" not in content
 
 
-def pairs_of_captions(task: ScoringTask, captions: Mapping[str, list[str]]) -> dict[str, EvalPair]:
+def make_pairs(task: ScoringTask, captions: Mapping[str, list[str]]) -> dict[str, EvalPair]:
     """Create pairs whose change types are not known, by name."""
-    return {name: bare_pair(task, name, references, []) for name, references in captions.items()}
+    return {name: make_bare_pair(task, name, references, []) for name, references in captions.items()}
 
 
 def is_table(path: Path) -> bool:
@@ -187,16 +195,18 @@ class ReferenceColumns:
     images: `{before: ..., after: ...}` or `{images: ...}`. Empty if there are no such columns or the choice is unclear.
     ids: column of ids. None if the pairs are named after their images.
     captions: one or more columns, each with a text or a list of texts.
-    note: note on which column was used for the captions. None if its name makes this clear.
+    split: column that names the split of each pair, and the meaning of its values.
+    notes: notes on columns that were chosen although their names do not make their meaning clear.
     """
 
     images: Mapping[str, str]
     ids: str | None
     captions: list[str]
-    note: str | None = None
+    split: SplitChoice
+    notes: Sequence[str] = ()
 
 
-def reference_columns(path: Path) -> ReferenceColumns:
+def find_reference_columns(path: Path) -> ReferenceColumns:
     """Find the columns of a table of pairs by their names, ignoring case and punctuation.
 
     Raises:
@@ -215,14 +225,20 @@ def reference_columns(path: Path) -> ReferenceColumns:
             possible_image_columns |= set(columns_in(name))
     columns = [name for name in header if name not in possible_image_columns]
     ids = next(iter(find_columns(columns, ID_FIELDS)), None)
-    captions = caption_columns(columns)
-    note = None
+    captions = find_caption_columns(columns)
+    split_values = {name: values[name] for name in columns if name in values and name not in {ids, *captions}}
+    split = choose_split_column(path, sample.options, split_values, {})
+    notes = []
+    if split.column is None and split.occupied:
+        names = " and ".join(split.occupied)
+        notes.append(f"{path.name}: it is unclear whether {names} names the split of a pair, so all rows are used")
     if not captions:
-        text_columns = [name for name in columns if name != ids and holds_sentences(values.get(name, []))]
+        unused_columns = [name for name in columns if name != ids and name not in split.occupied]
+        text_columns = [name for name in unused_columns if has_sentences(values.get(name, []))]
         if len(text_columns) == 1:
             captions = text_columns
-            note = f"{path.name}: the column {captions[0]} was taken for the captions"
-    all_columns = columns_fault(header, sample.options.get("delimiter"))
+            notes.append(f"{path.name}: the column {captions[0]} is used as the column of captions")
+    all_columns = describe_columns(header, sample.options.get("delimiter"))
     if not captions:
         raise DataError("score.no_caption_column", path=path, columns=all_columns)
     if ids is None and not images:
@@ -231,10 +247,10 @@ def reference_columns(path: Path) -> ReferenceColumns:
                 "score.image_columns_unclear", path=path, columns=all_columns, question=image_columns.question
             )
         raise DataError("score.no_id_column", path=path, columns=all_columns)
-    return ReferenceColumns(images=images, ids=ids, captions=captions, note=note)
+    return ReferenceColumns(images=images, ids=ids, captions=captions, split=split, notes=notes)
 
 
-def caption_columns(columns: Iterable[str]) -> list[str]:
+def find_caption_columns(columns: Iterable[str]) -> list[str]:
     """Return the columns with the most likely name for captions.
 
     Numbers in names are ignored: caption_1 and caption_2 both hold captions of the same pair.
@@ -245,40 +261,82 @@ def caption_columns(columns: Iterable[str]) -> list[str]:
     return next((by_spelling[name] for name in CAPTION_COLUMNS if name in by_spelling), [])
 
 
-def holds_sentences(column: Sequence[Any]) -> bool:
+def has_sentences(column: Sequence[Any]) -> bool:
     """Return True if most values of a column are texts with several words."""
     sentences = sum(isinstance(value, str) and " " in value.strip() for value in column)
     return 2 * sentences > len(column)
 
 
-def from_table(path: Path, task: ScoringTask) -> References:
-    """Read references from a table with one row per pair, or with one row per caption and several rows per pair.
+@dataclass(frozen=True)
+class RowSelection:
+    """The rows of a table that are scored.
 
-    Predictions may identify a pair by its id or by the names that `m3diff caption` assigns to it.
+    is_scored: for each row, whether it belongs to the split to score.
+    notes: note on the splits of the table. Empty if all rows are scored.
+    """
+
+    is_scored: list[bool]
+    notes: Sequence[str] = ()
+
+
+def select_scored_rows(path: Path, rows: Sequence[tuple[str, Mapping[str, Any]]], split: SplitChoice) -> RowSelection:
+    """Select the rows of the test split, or all rows if the table does not have several splits.
 
     Raises:
-        DataError: the columns cannot be found (see `reference_columns`), a row cannot be read or has no id, two rows
-            have the same id but different images, or a pair has no caption.
+        DataError: the table has several splits, and none of them is the test split.
     """
-    columns = reference_columns(path)
+    if split.column is None:
+        return RowSelection([True] * len(rows))
+    split_names = SplitNames(split.splits)
+    splits = []
+    for _, row in rows:
+        cell = pick(row, split.column)
+        name = split_names.translate(cell, cell)
+        splits.append(split_of_cell(name) or ("no split" if name in (None, "") else str(name)))
+    counts = Counter(splits)
+    if len(counts) <= 1 or counts.keys().isdisjoint(SPLITS):
+        return RowSelection([True] * len(rows))
+    counted_splits = [f"{name} ({count:,})" for name, count in counts.items()]
+    if "test" not in counts:
+        raise DataError("score.no_test_split", path=path, field=split.column, names=counted_splits)
+    note = f"{path.name}: the column {split.column} names the splits {', '.join(counted_splits)}; only test is scored"
+    return RowSelection([name == "test" for name in splits], [note])
+
+
+def read_reference_table(path: Path, task: ScoringTask) -> References:
+    """Read references from a table with one row per pair, or with one row per caption and several rows per pair.
+
+    If a column names several splits, only the pairs of the test split are scored. Predictions may identify a pair by
+    its id or by the names that `m3diff caption` assigns to it.
+
+    Raises:
+        DataError: the columns cannot be found (see `find_reference_columns`), the table has several splits but no test
+            split, a row cannot be read or has no id, two rows have the same id but different images, or a pair has no
+            caption.
+    """
+    columns = find_reference_columns(path)
     rows = list(read_rows(path, columns.captions))
+    selection = select_scored_rows(path, rows, columns.split)
     images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
     distinct_images = list(dict.fromkeys(images))
-    pair_names = dict(zip(distinct_images, names_of(image_sources(path, distinct_images)), strict=True))
+    pair_names = dict(zip(distinct_images, names_of(locate_images(path, distinct_images)), strict=True))
     # repeated rows have names, too, because `m3diff caption` captions them
-    row_names = names_of(image_sources(path, images))
+    row_names = names_of(locate_images(path, images))
     captions: dict[str, list[str]] = {}
     images_by_id: dict[str, tuple[Any, Any]] = {}
     aliases: dict[str, str] = {}
+    names_in_other_splits: dict[str, None] = {}  # a dict keeps the order
     for number, (location, row) in enumerate(rows):
         ids = columns.ids
-        pair_id = pair_names[images[number]] if ids is None else text_of(location, row, [ids]).strip()
-        if images:
-            if images_by_id.setdefault(pair_id, images[number]) != images[number]:
-                raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
-            aliases[pair_names[images[number]]] = pair_id
-            aliases[row_names[number]] = pair_id
-        captions.setdefault(pair_id, []).extend(captions_of_row(location, row, columns.captions))
+        pair_id = pair_names[images[number]] if ids is None else read_text(location, row, [ids]).strip()
+        names_of_row = [pair_names[images[number]], row_names[number]] if images else []
+        if not selection.is_scored[number]:
+            names_in_other_splits |= dict.fromkeys([pair_id, *names_of_row])
+            continue
+        if images and images_by_id.setdefault(pair_id, images[number]) != images[number]:
+            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
+        aliases |= dict.fromkeys(names_of_row, pair_id)
+        captions.setdefault(pair_id, []).extend(read_captions(location, row, columns.captions))
     uncaptioned = [name for name, captions_of_pair in captions.items() if not captions_of_pair]
     if not captions:
         raise DataError("score.no_pair", path=path)
@@ -292,14 +350,16 @@ def from_table(path: Path, task: ScoringTask) -> References:
             name=uncaptioned[0],
         )
     return References(
-        pairs=pairs_of_captions(task, captions),
+        pairs=make_pairs(task, captions),
         are_as_scored=True,
         aliases={name: pair_id for name, pair_id in aliases.items() if name not in captions},
-        notes=[] if columns.note is None else [columns.note],
+        # splits may number their pairs separately, so a name may occur in two splits
+        names_in_other_splits=[name for name in names_in_other_splits if name not in captions and name not in aliases],
+        notes=[*columns.notes, *selection.notes],
     )
 
 
-def image_sources(table: Path, images: Iterable[tuple[Any, Any]]) -> list[tuple[Path | Embedded, Path | Embedded]]:
+def locate_images(table: Path, images: Iterable[tuple[Any, Any]]) -> list[tuple[Path | Embedded, Path | Embedded]]:
     """Return the two images of each row as paths, resolved from the table's folder, or as embedded images."""
 
     def source(image: Any) -> Path | Embedded:
@@ -308,7 +368,7 @@ def image_sources(table: Path, images: Iterable[tuple[Any, Any]]) -> list[tuple[
     return [(source(before), source(after)) for before, after in images]
 
 
-def captions_of_row(location: str, row: Any, columns: Iterable[str]) -> list[str]:
+def read_captions(location: str, row: Any, columns: Iterable[str]) -> list[str]:
     """Return the captions of a row, except for empty ones.
 
     Raises:
@@ -317,7 +377,7 @@ def captions_of_row(location: str, row: Any, columns: Iterable[str]) -> list[str
     captions = []
     for column in columns:
         for text in parse_captions(look_up(row, column)) or ():
-            caption = text_of(location, {column: text}, [column])
+            caption = read_text(location, {column: text}, [column])
             if caption.strip():
                 captions.append(caption)
     return captions

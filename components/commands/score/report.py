@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.report.score_tables import published_table
-from m3diff.report.tables import Table, TableRow, in_papers_units, text_lines
+from m3diff.report.tables import Table, TableRow, format_lines, make_cell
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import Value
 from m3diff.scoring.published import PublishedRow
@@ -45,30 +45,31 @@ class ScoreReport(BaseModel):
         yield from self._head_lines()
         yield from (f"  FAULT {fault}" for fault in self.faults)
         yield from (f"  note: {note}" for note in self.notes)
-        yield from (f"  {line}" for line in text_lines(self._score_table()))
+        yield from (f"  {line}" for line in format_lines(self._score_table()))
         yield from (f"  {name}: {reason}" for name, reason in self.absent.items())
         published = self._published_table()
         if published is not None:
-            yield f"  published figures beside it, by {self.headline}:"
-            yield from (f"    {line}" for line in text_lines(published))
+            yield f"  this run and published scores, the highest {self.headline} first:"
+            yield from (f"    {line}" for line in format_lines(published))
             yield from (f"    {note}" for note in published.notes)
 
     def _head_lines(self) -> Iterator[str]:
         source = f" ({self.source})" if self.source else ""
         yield f"{self.dataset}, protocol {self.protocol!r}{source}"
-        papers = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
-        yield f"  pairs {self.pairs:,}{papers}; references a pair {self.references / self.pairs:.2f}"
-        characters = "characters of scripts without spaces between words; else " if self.counts_characters else ""
-        tokenizer = "PTB, lower case" if self.tokenizer == "ptb" else "white space, case kept"
-        yield f"  tokenizer: {characters}{tokenizer}"
-        scorers = "METEOR 1.5, CIDEr-D, ROUGE-L's F with recall weighed 1.2 times, mean F of SPICE"
-        yield f"  scores of pycocoevalcap: {scorers}"
+        published_pairs = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
+        yield f"  {self.pairs:,} pairs{published_pairs}, {self.references / self.pairs:.2f} references per pair"
+        tokenizer = "PTB, in lower case" if self.tokenizer == "ptb" else "split at white space, case-sensitive"
+        if self.counts_characters:
+            tokenizer = f"characters in scripts without spaces between words, otherwise {tokenizer}"
+        yield f"  tokenizer: {tokenizer}"
+        scorers = "METEOR 1.5, CIDEr-D, ROUGE-L as F-score with recall weighted 1.2 times, SPICE as mean F-score"
+        yield f"  scores as in pycocoevalcap: {scorers}"
 
     def _score_table(self) -> Table:
         rows = []
         for name, value in self.scores.items():
             label = "" if value is None else f"{value:.4f}"
-            cell = in_papers_units(value, self.intervals.get(name))
+            cell = make_cell(value, self.intervals.get(name))
             rows.append(TableRow(name, (label,), (cell,)))
         return Table("scores", ("score", "value", "x 100, 95 % interval"), rows)
 

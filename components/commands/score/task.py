@@ -10,8 +10,8 @@ from pathlib import Path
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
 from m3diff.records.errors import DataError, Fault
-from m3diff.scoring.protocols import protocols_of
-from m3diff.scoring.published import PublishedRow, published_of
+from m3diff.scoring.protocols import list_protocols
+from m3diff.scoring.published import PublishedRow, find_published_rows
 from m3diff.settings.section import ParamsError
 
 
@@ -91,7 +91,7 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
     if benchmark not in known_benchmarks:
         raise DataError("score.benchmark_unknown", value=benchmark, names=list(known_benchmarks))
     spec = known_benchmarks[benchmark].spec
-    protocols = {candidate.name: candidate for candidate in protocols_of(benchmark, spec)}
+    protocols = {candidate.name: candidate for candidate in list_protocols(benchmark, spec)}
     headline = next(iter(protocols))
     if protocol is not None and protocol not in protocols:
         raise DataError("score.protocol_unknown", key=benchmark, value=protocol, names=list(protocols))
@@ -100,12 +100,12 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
         dataset=benchmark,
         protocol=chosen,
         spec=spec,
-        counts=counts_of(chosen, known_benchmarks[benchmark].test_counts),
-        published=published_of(benchmark, chosen, is_headline=chosen.name == headline),
+        counts=find_counts(chosen, known_benchmarks[benchmark].test_counts),
+        published=find_published_rows(benchmark, chosen, is_headline=chosen.name == headline),
     )
 
 
-def counts_of(protocol: Protocol, test_counts: SplitCount | None) -> SplitCount | None:
+def find_counts(protocol: Protocol, test_counts: SplitCount | None) -> SplitCount | None:
     """Return the published counts of a protocol, or None if they are not known.
 
     If the protocol does not include the whole test split, only the number of pairs is known.

@@ -1,7 +1,8 @@
 """The list of all metrics, the types that describe a metric, and the inputs of metrics.
 
-To add a metric, write a file next to this one and add a line to METRICS. Importing this file is cheap because metrics
-import the packages they need inside `compute`.
+To add a metric, write a file next to this one and add a line to METRICS. To show its main score wherever runs are
+compared (in headline.json, the report, the model card and MLflow), add a line to HEADLINE_SCORES. Importing this file
+is cheap because metrics import the packages they need inside `compute`.
 """
 
 from abc import ABC, abstractmethod
@@ -167,26 +168,26 @@ class Metric:
     reads: Literal["tokens", "English", "other"] = "other"
 
 
-def of_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
+def score_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
     """Call `compute` on the pair ids of each group that is not empty, and return the results by group."""
     return {name: compute(ids) for name, ids in groups.items() if ids}
 
 
 def mean_of(column: str) -> Resampled:
     """Return how to compute the mean of a column over pairs. The column holds plain values or lists [value, 1]."""
-    return Resampled(column, ratio(0, 1))
+    return Resampled(column, divide_sums(0, 1))
 
 
-def ratio(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
+def divide_sums(dividend: int, divisor: int) -> Callable[[np.ndarray], np.ndarray]:
     """Return a function that divides one sum by another. The result is NaN where the divisor is 0.
 
     Args:
-        part, whole: indices of the dividend and of the divisor in the last dimension of the sums.
+        dividend, divisor: indices of the two sums in the last dimension of the sums.
     """
 
     def divide(sums: np.ndarray) -> np.ndarray:
-        wholes = sums[..., whole]
-        return np.divide(sums[..., part], wholes, where=wholes != 0, out=np.full(wholes.shape, np.nan))
+        divisors = sums[..., divisor]
+        return np.divide(sums[..., dividend], divisors, where=divisors != 0, out=np.full(divisors.shape, np.nan))
 
     return divide
 
@@ -207,15 +208,108 @@ METRICS: LazyMapping[Metric] = LazyMapping(
 )
 
 
-def by_characters(metric: Metric) -> Metric:
+@dataclass(frozen=True)
+class HeadlineScore:
+    """A score for comparing runs, and its title in each output. An output leaves out a score whose title is None.
+
+    Attributes:
+        metric: name in METRICS of the metric that computes the score.
+        report_title: title of the row in the report's table of headline scores, which `make run` also prints.
+        tile_title: title of the percentage at the top of the report. The headline scores of metrics of captions are
+            shown there by name and need no title.
+        card_title: title of the row in the model card that `m3diff export --hub` writes.
+        registry_title: title of the row in the description of a registered version on MLflow's page.
+        is_shuffled_control: whether the score needs captions of shuffled pairs, which `m3diff score` does not have.
+    """
+
+    metric: str
+    report_title: str
+    tile_title: str | None = None
+    card_title: str | None = None
+    registry_title: str | None = None
+    is_shuffled_control: bool = False
+
+
+# Scores for comparing runs, in the order of headline.json and of the report
+HEADLINE_SCORES = {
+    "BLEU-4": HeadlineScore("BLEU", "BLEU-4", card_title="BLEU-4", registry_title="BLEU-4"),
+    "METEOR": HeadlineScore("METEOR", "METEOR", card_title="METEOR", registry_title="METEOR"),
+    "ROUGE-L": HeadlineScore("ROUGE-L", "ROUGE-L", card_title="ROUGE-L", registry_title="ROUGE-L"),
+    "CIDEr": HeadlineScore("CIDEr", "CIDEr", card_title="CIDEr", registry_title="CIDEr"),
+    "SPICE": HeadlineScore("SPICE", "SPICE", card_title="SPICE", registry_title="SPICE"),
+    "change_type_accuracy": HeadlineScore(
+        "change_accuracy",
+        report_title="one change: its type right, %",
+        tile_title="Type of change right",
+        card_title="type of a single change named correctly, %",
+        registry_title="one change: its type right, %",
+    ),
+    "change_place_accuracy": HeadlineScore(
+        "change_accuracy", report_title="one change: type, object and place right, %"
+    ),
+    "change_exact_accuracy": HeadlineScore(
+        "change_accuracy",
+        report_title="one change: all of it right, %",
+        tile_title="All of the change right",
+        card_title="single change: type, object, place, what became what, %",
+        registry_title="one change: all of it right, %",
+    ),
+    "multi_change_exact_f1": HeadlineScore(
+        "change_accuracy",
+        report_title="several changes: F1 of those that are all right",
+        card_title="several changes, all of each correct: F1 times 100",
+    ),
+    "no_change_recall": HeadlineScore(
+        "change_accuracy",
+        report_title="pairs without a change: “nothing changed” said, %",
+        tile_title="“Nothing changed”, rightly",
+        card_title='"nothing changed" of pairs without a change, %',
+        registry_title="no change: said so, %",
+    ),
+    "false_no_change": HeadlineScore(
+        "change_accuracy",
+        report_title="pairs with a change: “nothing changed” said, %",
+        tile_title="“Nothing changed”, wrongly",
+        card_title='"nothing changed" of pairs with a change, %',
+    ),
+    "reversal": HeadlineScore(
+        "change_accuracy",
+        report_title="images swapped: the inverse change named, %",
+        card_title="the images swapped: the inverse change named, %",
+    ),
+    "CIDEr_shuffled": HeadlineScore(
+        "CIDEr", report_title="CIDEr of the control: after-images shuffled", is_shuffled_control=True
+    ),
+    "pixel_window_auc": HeadlineScore(
+        "pixel_threshold", report_title="change found by comparing pixels alone, area under the curve"
+    ),
+    "BLEU-4-char": HeadlineScore("BLEU", "BLEU-4-char", card_title="BLEU-4 of characters"),
+    "ROUGE-L-char": HeadlineScore("ROUGE-L", "ROUGE-L-char", card_title="ROUGE-L of characters"),
+    "CIDEr-char": HeadlineScore(
+        "CIDEr", "CIDEr-char", card_title="CIDEr of characters", registry_title="CIDEr of characters"
+    ),
+    "CIDEr_shuffled-char": HeadlineScore(
+        "CIDEr", report_title="CIDEr-char of the control: after-images shuffled", is_shuffled_control=True
+    ),
+}
+
+
+def headline_scores_by_metric() -> dict[str, HeadlineScore]:
+    """Return HEADLINE_SCORES in the order of METRICS, in which the model card and MLflow list them."""
+    positions = list(METRICS)
+    # scores of the same metric keep their order, so a score on characters follows the score on words
+    return dict(sorted(HEADLINE_SCORES.items(), key=lambda item: positions.index(item[1].metric)))
+
+
+def make_character_variant(metric: Metric) -> Metric:
     """Return a variant of the metric that is computed on characters. Its scores and columns have names with -char."""
 
     def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
         scores = metric.compute(pairs, groups, tools)
         return MetricScores(
-            groups={group: rename_keys(values) for group, values in scores.groups.items()},
-            pairs={pair_id: rename_keys(values) for pair_id, values in scores.pairs.items()},
-            absent=rename_keys(scores.absent),
+            groups={group: add_character_suffix(values) for group, values in scores.groups.items()},
+            pairs={pair_id: add_character_suffix(values) for pair_id, values in scores.pairs.items()},
+            absent=add_character_suffix(scores.absent),
         )
 
     resampled = {
@@ -228,32 +322,33 @@ def by_characters(metric: Metric) -> Metric:
         headline=f"{metric.headline}{BY_CHARACTERS}",
         scores=tuple(f"{name}{BY_CHARACTERS}" for name in metric.scores),
         overall=tuple(f"{name}{BY_CHARACTERS}" for name in metric.overall),
-        columns=rename_keys(metric.columns),
-        resampled=rename_keys(resampled),
+        columns=add_character_suffix(metric.columns),
+        resampled=add_character_suffix(resampled),
         lower_is_better=tuple(f"{name}{BY_CHARACTERS}" for name in metric.lower_is_better),
     )
 
 
-def rename_keys(values: Mapping[str, T]) -> dict[str, T]:
+def add_character_suffix(values: Mapping[str, T]) -> dict[str, T]:
     """Append -char to the names of the values."""
     return {f"{name}{BY_CHARACTERS}": value for name, value in values.items()}
 
 
-def with_characters(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def add_character_variants(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Return the metrics, each followed by its variant for characters if it reads tokens of any language."""
     all_metrics = {}
     for name, metric in metrics.items():
         all_metrics[name] = metric
         if metric.reads == "tokens":
-            all_metrics[f"{name}{BY_CHARACTERS}"] = by_characters(metric)
+            all_metrics[f"{name}{BY_CHARACTERS}"] = make_character_variant(metric)
     return all_metrics
 
 
 def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """Return the named metrics in the order of METRICS."""
-    chosen = set(names)
-    assert chosen <= METRICS.keys(), f"unknown metrics {sorted(chosen - METRICS.keys())}; known: {', '.join(METRICS)}"
-    return {name: METRICS[name] for name in METRICS if name in chosen}
+    chosen_names = set(names)
+    unknown_names = chosen_names - METRICS.keys()
+    assert not unknown_names, f"unknown metrics {sorted(unknown_names)}; known: {', '.join(METRICS)}"
+    return {name: METRICS[name] for name in METRICS if name in chosen_names}
 
 
 def needs_java(metrics: Mapping[str, Metric]) -> bool:
@@ -270,7 +365,7 @@ def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:
         chosen: names of `evaluate.metrics`, or None for all metrics.
     """
     scores: list[str] = []
-    for metric in with_characters(choose_metrics(METRICS if chosen is None else chosen)).values():
+    for metric in add_character_variants(choose_metrics(METRICS if chosen is None else chosen)).values():
         for score in metric.scores + metric.overall:
             if score in metric.resampled and score not in metric.lower_is_better:
                 scores.append(score)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, score_each_group
 from m3diff.scoring.metrics.ngrams import ORDERS, SharedNgrams, sum_by_order
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 SCORES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
 STATISTICS = "BLEU_statistics"
@@ -37,7 +37,7 @@ class BleuStatistics:
 
     @classmethod
     def from_row(cls, row: list[int]) -> "BleuStatistics":
-        """Create the statistics from a row of `statistics` or a sum of rows."""
+        """Create the statistics from a row of `count_statistics` or a sum of rows."""
         return cls(
             matches=row[:ORDERS],
             totals=row[ORDERS : 2 * ORDERS],
@@ -49,21 +49,21 @@ class BleuStatistics:
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """Score each group as a corpus, because BLEU is not a mean over pairs. For a single pair, store only BLEU-4."""
     shared = tools.tokens.shared
-    rows = statistics(shared)
+    rows = count_statistics(shared)
 
     def score_corpus(pair_ids: list[str]) -> dict[str, float]:
         sums = rows[shared.pair_numbers(pair_ids)].sum(axis=0)
         return dict(zip(SCORES, bleu(BleuStatistics.from_row(sums.tolist())), strict=True))
 
     pair_scores: dict[str, dict[str, PairValue]] = {}
-    rows_of_pairs = rows[shared.pair_numbers(groups[ALL])].tolist()
-    for pair_id, row in zip(groups[ALL], rows_of_pairs, strict=True):
+    rows_of_pairs = rows[shared.pair_numbers(groups[ALL_PAIRS])].tolist()
+    for pair_id, row in zip(groups[ALL_PAIRS], rows_of_pairs, strict=True):
         pair_bleu = bleu(BleuStatistics.from_row(row))
         pair_scores[pair_id] = {"BLEU-4": pair_bleu[-1], STATISTICS: [float(count) for count in row]}
-    return MetricScores(of_each_group(groups, score_corpus), pair_scores)
+    return MetricScores(score_each_group(groups, score_corpus), pair_scores)
 
 
-def statistics(shared: SharedNgrams) -> np.ndarray:
+def count_statistics(shared: SharedNgrams) -> np.ndarray:
     """Return the statistics of each pair as integers [pairs, 10], in the order of `BleuStatistics`."""
     ngrams = shared.ngrams
     pairs = len(shared.predictions)
@@ -101,7 +101,7 @@ def bleu(sums: BleuStatistics) -> list[float]:
     return scores
 
 
-def resampled(order: int) -> Resampled:
+def resampled_bleu(order: int) -> Resampled:
     """Return how to compute a BLEU score from summed statistics, for many sets of pairs at once.
 
     Args:
@@ -126,6 +126,6 @@ METRIC = Metric(
     headline="BLEU-4",
     scores=SCORES,
     columns={"BLEU-4": "double", STATISTICS: "list<double>"},
-    resampled={name: resampled(order) for order, name in enumerate(SCORES)},
+    resampled={name: resampled_bleu(order) for order, name in enumerate(SCORES)},
     reads="tokens",
 )

@@ -11,8 +11,8 @@ from dataclasses import astuple, dataclass, fields
 import numpy as np
 
 from m3diff.scoring.grammar import Correctness, ParsedCaption
-from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, Value, ratio
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, Value, divide_sums
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 NO_GRAMMAR = (
     "no dataset of these pairs has a grammar that reads its references (records/<dataset>/grammar.json), so captions "
@@ -82,18 +82,18 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     If the grammar cannot read most captions, all scores except `unreadable` are absent. Otherwise, captions that the
     grammar cannot read would count as wrong.
     """
-    parsed = {pair_id: tools.parsed[pair_id] for pair_id in groups[ALL] if pair_id in tools.parsed}
-    unreadable_share = fraction(caption.is_unreadable for caption in parsed.values())
+    parsed = {pair_id: tools.parsed[pair_id] for pair_id in groups[ALL_PAIRS] if pair_id in tools.parsed}
+    unreadable_share = share_of_true(caption.is_unreadable for caption in parsed.values())
     is_judged = unreadable_share is None or unreadable_share <= MAX_UNREADABLE_SHARE
     judged = parsed if is_judged else {}
     scores: dict[str, dict[str, Value]] = {
         group: group_scores(group, [judged[pair_id] for pair_id in ids if pair_id in judged])
         for group, ids in groups.items()
-        if group != ALL
+        if group != ALL_PAIRS
     }
-    scores[ALL] = overall_scores(judged.values()) | {"unreadable": unreadable_share}
+    scores[ALL_PAIRS] = overall_scores(judged.values()) | {"unreadable": unreadable_share}
     pair_scores = {pair_id: pair_values(caption, is_judged) for pair_id, caption in parsed.items()}
-    absent = {"reversal": NO_REVERSED} if scores[ALL]["reversal"] is None else {}
+    absent = {"reversal": NO_REVERSED} if scores[ALL_PAIRS]["reversal"] is None else {}
     if unreadable_share is None:
         absent = {METRIC.headline: NO_GRAMMAR}
     elif not is_judged:
@@ -103,7 +103,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     return MetricScores(scores, pair_scores, absent)
 
 
-def fraction(flags: Iterable[bool]) -> float | None:
+def share_of_true(flags: Iterable[bool]) -> float | None:
     """Return the share of flags that are true, or None if there are no flags."""
     values = list(flags)
     return sum(values) / len(values) if values else None
@@ -111,7 +111,7 @@ def fraction(flags: Iterable[bool]) -> float | None:
 
 def overall_scores(captions: Iterable[ParsedCaption]) -> dict[str, Value]:
     """Return the scores of all pairs of a protocol. A score is None if no pair counts towards it."""
-    rows = [statistics_of(caption).as_row() for caption in captions]
+    rows = [count_pair_statistics(caption).as_row() for caption in captions]
     sums = np.sum(rows or np.zeros((1, len(COUNTS))), axis=0)
     values = {name: float(resampled.score(sums)) for name, resampled in RESAMPLED.items()}
     return {name: None if np.isnan(value) else value for name, value in values.items()}
@@ -125,9 +125,9 @@ def group_scores(group: str, captions: list[ParsedCaption]) -> dict[str, Value]:
     false changes: claims that match no change of the pair in type, object and place, or that repeat an earlier claim.
     """
     right_shares = {
-        "type": fraction(caption.correct.type for caption in captions),
-        "place": fraction(caption.correct.place for caption in captions),
-        "exact": fraction(caption.correct.exact for caption in captions),
+        "type": share_of_true(caption.correctness.type for caption in captions),
+        "place": share_of_true(caption.correctness.place for caption in captions),
+        "exact": share_of_true(caption.correctness.exact for caption in captions),
     }
     scores: dict[str, Value] = {}
     if group == "multi_change":
@@ -137,10 +137,10 @@ def group_scores(group: str, captions: list[ParsedCaption]) -> dict[str, Value]:
         scores["all_exact_right"] = right_shares["exact"]
     elif group not in ("change", "distractors"):
         scores |= {f"{reading}_accuracy": share for reading, share in right_shares.items()}
-    claimed = sum(caption.claimed_changes for caption in captions)
-    false = sum(count_false_changes(caption) for caption in captions)
-    scores["false_changes"] = false / claimed if claimed else None
-    scores["false_changes_per_pair"] = false / len(captions) if captions else None
+    claimed_changes = sum(caption.claimed_changes for caption in captions)
+    false_changes = sum(count_false_changes(caption) for caption in captions)
+    scores["false_changes"] = false_changes / claimed_changes if claimed_changes else None
+    scores["false_changes_per_pair"] = false_changes / len(captions) if captions else None
     return scores
 
 
@@ -154,10 +154,10 @@ def clause_scores(captions: list[ParsedCaption]) -> dict[str, Value]:
         "exact": sum(caption.named_changes.exact for caption in captions),
     }
     scores: dict[str, Value] = {"changes": changes}
-    for reading, named in named_changes.items():
-        scores[f"{reading}_precision"] = named / clauses if clauses else None
-        scores[f"{reading}_recall"] = named / changes if changes else None
-        scores[f"{reading}_f1"] = 2 * named / (clauses + changes) if changes else None
+    for reading, count in named_changes.items():
+        scores[f"{reading}_precision"] = count / clauses if clauses else None
+        scores[f"{reading}_recall"] = count / changes if changes else None
+        scores[f"{reading}_f1"] = 2 * count / (clauses + changes) if changes else None
     return scores
 
 
@@ -173,17 +173,17 @@ def pair_values(caption: ParsedCaption, is_judged: bool) -> dict[str, PairValue]
     predictions are not judged, the columns that say whether they are right are null, and only unreadable predictions
     are counted.
     """
-    statistics = statistics_of(caption) if is_judged else PairStatistics(unreadable=caption.is_unreadable)
+    statistics = count_pair_statistics(caption) if is_judged else PairStatistics(unreadable=caption.is_unreadable)
     return {
         "predicted_type": caption.predicted_type,
-        "type_right": caption.correct.type if is_judged else None,
-        "place_right": caption.correct.place if is_judged else None,
-        "exact_right": caption.correct.exact if is_judged else None,
+        "type_right": caption.correctness.type if is_judged else None,
+        "place_right": caption.correctness.place if is_judged else None,
+        "exact_right": caption.correctness.exact if is_judged else None,
         STATISTICS: statistics.as_row(),
     }
 
 
-def statistics_of(caption: ParsedCaption) -> PairStatistics:
+def count_pair_statistics(caption: ParsedCaption) -> PairStatistics:
     """Return the counts of a pair from which the scores of all pairs are computed."""
     changes = len(caption.pair.changes)
     is_single = changes == 1
@@ -192,9 +192,9 @@ def statistics_of(caption: ParsedCaption) -> PairStatistics:
     return PairStatistics(
         unreadable=caption.is_unreadable,
         single=is_single,
-        single_type_right=is_single and caption.correct.type,
-        single_place_right=is_single and caption.correct.place,
-        single_exact_right=is_single and caption.correct.exact,
+        single_type_right=is_single and caption.correctness.type,
+        single_place_right=is_single and caption.correctness.place,
+        single_exact_right=is_single and caption.correctness.exact,
         distractors=is_distractor,
         distractors_called_unchanged=is_distractor and caption.says_no_change,
         changed=changes > 0,
@@ -205,17 +205,17 @@ def statistics_of(caption: ParsedCaption) -> PairStatistics:
         multi_exact_right=caption.named_changes.exact if is_multi else 0,
         claimed_changes=caption.claimed_changes,
         false_changes=count_false_changes(caption),
-        reversed_captions=caption.reversed is not None,
-        reversed_exact_right=caption.reversed is not None and caption.reversed.correct.exact,
+        reversed_captions=caption.reversed_caption is not None,
+        reversed_exact_right=caption.reversed_caption is not None and caption.reversed_caption.correctness.exact,
     )
 
 
-def share(part: str, total: str) -> Resampled:
+def resampled_share(part: str, total: str) -> Resampled:
     """Return how to compute a ratio: the sum of the count `part` divided by the sum of the count `total`."""
-    return Resampled(STATISTICS, ratio(COUNTS.index(part), COUNTS.index(total)))
+    return Resampled(STATISTICS, divide_sums(COUNTS.index(part), COUNTS.index(total)))
 
 
-def clause_f1(right: str) -> Resampled:
+def resampled_f1(right: str) -> Resampled:
     """Return how to compute F1 over the clauses of pairs with several changes.
 
     Args:
@@ -228,22 +228,22 @@ def clause_f1(right: str) -> Resampled:
     def score(sums: np.ndarray) -> np.ndarray:
         clauses_and_changes = sums[..., clauses_column] + sums[..., changes_column]
         fractions = np.stack([2 * sums[..., right_column], clauses_and_changes], axis=-1)
-        return np.where(sums[..., changes_column] > 0, ratio(0, 1)(fractions), np.nan)
+        return np.where(sums[..., changes_column] > 0, divide_sums(0, 1)(fractions), np.nan)
 
     return Resampled(STATISTICS, score)
 
 
 RESAMPLED = {
-    "change_type_accuracy": share("single_type_right", "single"),
-    "change_place_accuracy": share("single_place_right", "single"),
-    "change_exact_accuracy": share("single_exact_right", "single"),
-    "no_change_recall": share("distractors_called_unchanged", "distractors"),
-    "false_no_change": share("changed_called_unchanged", "changed"),
-    "multi_change_place_f1": clause_f1("multi_place_right"),
-    "multi_change_exact_f1": clause_f1("multi_exact_right"),
-    "false_changes": share("false_changes", "claimed_changes"),
-    "unreadable": share("unreadable", "captions"),
-    "reversal": share("reversed_exact_right", "reversed_captions"),
+    "change_type_accuracy": resampled_share("single_type_right", "single"),
+    "change_place_accuracy": resampled_share("single_place_right", "single"),
+    "change_exact_accuracy": resampled_share("single_exact_right", "single"),
+    "no_change_recall": resampled_share("distractors_called_unchanged", "distractors"),
+    "false_no_change": resampled_share("changed_called_unchanged", "changed"),
+    "multi_change_place_f1": resampled_f1("multi_place_right"),
+    "multi_change_exact_f1": resampled_f1("multi_exact_right"),
+    "false_changes": resampled_share("false_changes", "claimed_changes"),
+    "unreadable": resampled_share("unreadable", "captions"),
+    "reversal": resampled_share("reversed_exact_right", "reversed_captions"),
 }
 METRIC = Metric(
     compute,

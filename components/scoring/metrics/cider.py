@@ -4,7 +4,7 @@ import numpy as np
 
 from m3diff.scoring.metrics import Metric, MetricScores, Tools, Value, mean_of
 from m3diff.scoring.metrics.ngrams import SharedNgrams, distinct, sum_by_order
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
 ONE_PAIR = "there is one pair: CIDEr weighs a word by how few of the pairs' references hold it"
@@ -23,17 +23,17 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         group: {"CIDEr": corpus_score(values)} for group, values in pair_scores.items()
     }
     shuffled_score = None
-    if tokens.shuffled and len(groups[ALL]) > 1:
+    if tokens.shuffled and len(groups[ALL_PAIRS]) > 1:
         shared_of_shuffled = SharedNgrams(shared.ngrams, tokens.shuffled, tokens.references)
-        idf = inverse_frequencies(shared, shared.pair_numbers(groups[ALL]))
+        idf = inverse_frequencies(shared, shared.pair_numbers(groups[ALL_PAIRS]))
         shuffled_score = corpus_score(cider(shared_of_shuffled, np.arange(len(tokens.shuffled)), idf))
-    scores[ALL]["CIDEr_shuffled"] = shuffled_score
+    scores[ALL_PAIRS]["CIDEr_shuffled"] = shuffled_score
     absent = {}
     if shuffled_score is None:
         absent["CIDEr_shuffled"] = NO_SHUFFLED
         if len(pairs) == 1:
             absent["CIDEr"] = ONE_PAIR
-    values_of_pairs = zip(groups[ALL], pair_scores[ALL].tolist(), strict=True)
+    values_of_pairs = zip(groups[ALL_PAIRS], pair_scores[ALL_PAIRS].tolist(), strict=True)
     return MetricScores(scores, {pair_id: {"CIDEr": value} for pair_id, value in values_of_pairs}, absent)
 
 

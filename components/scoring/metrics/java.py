@@ -141,17 +141,17 @@ class JavaProgram:
             raise ScorerFailed(
                 "scoring.program_killed" if status == -signal.SIGKILL else "scoring.program_failed",
                 status=status,
-                last_words=last_words(_content(self.errors)),
+                last_words=last_words(_read_text(self.errors)),
             )
-        return _content(self.output)
+        return _read_text(self.output)
 
 
-def _content(file: IO[bytes]) -> str:
+def _read_text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
 
 
-def run(
+def run_java(
     arguments: Sequence[str],
     folder: Path,
     limit_s: float,
@@ -176,8 +176,8 @@ def programs_at_once(limit: int) -> int:
 def last_words(output: str) -> str:
     """Return the last three lines of output that help to explain why a program failed."""
     lines = [line.strip() for line in output.splitlines()]
-    telling_lines = [line for line in lines if not NOISE.match(line)]
-    return " / ".join(telling_lines[-3:])[-600:] or "none"
+    useful_lines = [line for line in lines if not NOISE.match(line)]
+    return " / ".join(useful_lines[-3:])[-600:] or "none"
 
 
 def sanitise(caption: str) -> str:
@@ -210,7 +210,7 @@ def tokenise(captions: Iterable[str], limit_s: int) -> dict[str, str]:
     with TemporaryDirectory(prefix="m3diff-ptb-") as folder:
         Path(folder, "captions").write_text("\n".join(lines), encoding="utf-8")
         try:
-            answer = run(command, Path(folder), limit_s).split("\n")
+            answer = run_java(command, Path(folder), limit_s).split("\n")
         except ScorerFailed as failure:
             raise ScorerFailed("scoring.tokenizer_failed", cause=failure.fault) from None
     tokens = {}

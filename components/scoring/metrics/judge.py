@@ -18,9 +18,18 @@ from m3diff.endpoint.client import REUSE_OPTION, Endpoint
 from m3diff.endpoint.questions import EndpointQuestion
 from m3diff.endpoint.url import EndpointUrl
 from m3diff.records.errors import cause_of
-from m3diff.scoring.metrics import JudgeVerdict, Metric, MetricScores, PairValue, Tools, Value, mean_of, of_each_group
+from m3diff.scoring.metrics import (
+    JudgeVerdict,
+    Metric,
+    MetricScores,
+    PairValue,
+    Tools,
+    Value,
+    mean_of,
+    score_each_group,
+)
 from m3diff.scoring.metrics.java import ScorerFailed
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 from m3diff.settings.section import ParamsError, Section
 
 PROMPT = """Below are descriptions of what changed from one image to another.
@@ -77,12 +86,13 @@ class Judge:
 
     def __call__(self, pairs: list[EvalPair]) -> dict[str, JudgeVerdict]:
         """Judge a sample of the pairs and return the verdicts by pair id."""
-        sampled_pairs = sample(pairs, self.settings.pairs)
+        sampled_pairs = sample_pairs(pairs, self.settings.pairs)
         questions = []
         for pair in sampled_pairs:
             references = "\n".join(f"- {reference}" for reference in pair.references)
             questions.append(PROMPT.format(prediction=pair.prediction, references=references))
-        return dict(zip((pair.id for pair in sampled_pairs), self.ask(questions), strict=True))
+        pair_ids = [pair.id for pair in sampled_pairs]
+        return dict(zip(pair_ids, self.ask(questions), strict=True))
 
     def ask(self, questions: Sequence[str]) -> list[JudgeVerdict]:
         """Ask the questions and return a verdict for each, in order.
@@ -116,7 +126,7 @@ def read_verdict(answer: EndpointAnswer) -> JudgeVerdict:
     return JudgeVerdict(is_right if isinstance(is_right, bool) else None, text or "no answer")
 
 
-def sample(pairs: list[EvalPair], count: int) -> list[EvalPair]:
+def sample_pairs(pairs: list[EvalPair], count: int) -> list[EvalPair]:
     """Return a sample of `count` pairs in their original order, or all pairs if there are fewer.
 
     Pairs are chosen by the hash of their ids, so every run judges the same pairs.
@@ -136,19 +146,19 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         raise ScorerFailed("scoring.no_judge")
     verdicts = tools.judge(pairs)
 
-    def scores(ids: list[str]) -> dict[str, Value]:
-        sampled_verdicts = [verdicts[pair_id].is_right for pair_id in ids if pair_id in verdicts]
-        given_verdicts = [is_right for is_right in sampled_verdicts if is_right is not None]
+    def score_group(pair_ids: list[str]) -> dict[str, Value]:
+        sampled_verdicts = [verdicts[pair_id].is_right for pair_id in pair_ids if pair_id in verdicts]
+        readable_verdicts = [is_right for is_right in sampled_verdicts if is_right is not None]
         return {
-            "judge": sum(given_verdicts) / len(given_verdicts) if given_verdicts else None,
-            "judge_answered": len(given_verdicts) / len(sampled_verdicts) if sampled_verdicts else None,
+            "judge": sum(readable_verdicts) / len(readable_verdicts) if readable_verdicts else None,
+            "judge_answered": len(readable_verdicts) / len(sampled_verdicts) if sampled_verdicts else None,
         }
 
-    group_scores = of_each_group(groups, scores)
+    group_scores = score_each_group(groups, score_group)
     pair_scores: dict[str, dict[str, PairValue]] = {
         pair_id: {"judge": verdict.is_right, "judge_answer": verdict.answer} for pair_id, verdict in verdicts.items()
     }
-    absent = {} if group_scores[ALL]["judge"] is not None else {"judge": NO_VERDICT}
+    absent = {} if group_scores[ALL_PAIRS]["judge"] is not None else {"judge": NO_VERDICT}
     return MetricScores(group_scores, pair_scores, absent)
 
 

@@ -20,9 +20,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Resampled, Tools, score_each_group
 from m3diff.scoring.metrics.java import JavaProgram, ScorerFailed, programs_at_once
-from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_table
+from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_paraphrases
 from m3diff.scoring.pairs import EvalPair, Groups
 
 # The program's parameters for English
@@ -65,7 +65,7 @@ class MeteorProgram(Program):
         self.jar = Path(module.__file__).with_name(module.METEOR_JAR)
         self.running = ExitStack()
         self.thread = self.running.enter_context(ThreadPoolExecutor(1))
-        self.table = self.thread.submit(read_table, self.jar.with_name("data") / "paraphrase-en.gz")
+        self.table = self.thread.submit(read_paraphrases, self.jar.with_name("data") / "paraphrase-en.gz")
         self.folder = Path(self.running.enter_context(TemporaryDirectory(prefix="m3diff-meteor-")))
         # item -> item that is sent to a process instead
         self.asked_items: dict[Item, Item] = {}
@@ -208,7 +208,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     pair_scores = {}
     for (pair_id, numbers), score in zip(statistics.items(), scores, strict=True):
         pair_scores[pair_id] = {"METEOR": score, "METEOR_statistics": numbers}
-    return MetricScores(of_each_group(groups, score_group), pair_scores)
+    return MetricScores(score_each_group(groups, score_group), pair_scores)
 
 
 def meteor(sums: np.ndarray) -> np.ndarray:
@@ -217,15 +217,15 @@ def meteor(sums: np.ndarray) -> np.ndarray:
     matches = sums[..., 4:20].reshape(*sums.shape[:-1], 4, 4)  # [matcher, content and function words of each side]
     chunks, matched, reference_matched = (sums[..., i] for i in range(20, 23))
     with np.errstate(divide="ignore", invalid="ignore"):
-        precision = weighted(matches[..., 0], matches[..., 2]) / weighted_length(words, functions)
-        recall = weighted(matches[..., 1], matches[..., 3]) / weighted_length(reference_words, reference_functions)
+        precision = weigh_matches(matches[..., 0], matches[..., 2]) / weighted_length(words, functions)
+        recall = weigh_matches(matches[..., 1], matches[..., 3]) / weighted_length(reference_words, reference_functions)
         mean = 1.0 / ((1.0 - ALPHA) / precision + ALPHA / recall)
         fragmentation = chunks / ((matched + reference_matched) / 2)
         score = mean * (1.0 - GAMMA * fragmentation**BETA)
     return np.where(np.isnan(score), 0.0, np.maximum(score, 0.0))
 
 
-def weighted(content: np.ndarray, function: np.ndarray) -> np.ndarray:
+def weigh_matches(content: np.ndarray, function: np.ndarray) -> np.ndarray:
     """Return the weighted sum of content and function word matches in METEOR's order, [..., matcher] -> [...]."""
     total = np.zeros(content.shape[:-1])
     for matches, kind_weight in ((content, DELTA), (function, 1.0 - DELTA)):

@@ -24,7 +24,9 @@ class Ngrams:
         words_of_captions = [caption.split() for caption in self.number]
         self.lengths = np.array([len(words) for words in words_of_captions], np.int64)
         word_numbers: dict[str, int] = {}
-        numbers = [word_numbers.setdefault(word, len(word_numbers)) for words in words_of_captions for word in words]
+        numbers: list[int] = []
+        for words_of_caption in words_of_captions:
+            numbers += [word_numbers.setdefault(word, len(word_numbers)) for word in words_of_caption]
         words = np.array(numbers, np.int64)
         caption = np.repeat(np.arange(len(words_of_captions)), self.lengths)
         # for each word, the number of words from this word to the end of its caption
@@ -48,7 +50,10 @@ class Ngrams:
             self.size += distinct
         columns = [np.concatenate(column) for column in zip(*entries, strict=True)]
         by_caption = np.argsort(columns[0], kind="stable")
-        self.caption, self.ngram, self.order, self.count = (column[by_caption] for column in columns)
+        self.caption = columns[0][by_caption]
+        self.ngram = columns[1][by_caption]
+        self.order = columns[2][by_caption]
+        self.count = columns[3][by_caption]
         self.starts = np.searchsorted(self.caption, np.arange(len(words_of_captions) + 1))
 
     def entries(self, captions: np.ndarray) -> "CaptionEntries":
@@ -97,14 +102,15 @@ class SharedNgrams:
         self.reference_counts = np.array([len(references[pair_id]) for pair_id in predictions], np.int64)
         self.pair = np.repeat(np.arange(len(self.pairs)), self.reference_counts)
         self.prediction = self.predictions[self.pair]
-        of_predictions = ngrams.entries(self.prediction)
-        rows = of_predictions.owners
+        predicted = ngrams.entries(self.prediction)
+        rows = predicted.owners
         keys = ngrams.caption * ngrams.size + ngrams.ngram  # ascending, so a binary search can find each key
-        wanted_keys = self.reference[rows] * ngrams.size + ngrams.ngram[of_predictions.entries]
-        positions = np.minimum(np.searchsorted(keys, wanted_keys), max(0, len(keys) - 1))
-        is_shared = keys[positions] == wanted_keys if len(keys) else np.zeros(0, bool)
+        # the key that each predicted n-gram has if the reference of its row also contains it
+        reference_keys = self.reference[rows] * ngrams.size + ngrams.ngram[predicted.entries]
+        positions = np.minimum(np.searchsorted(keys, reference_keys), max(0, len(keys) - 1))
+        is_shared = keys[positions] == reference_keys if len(keys) else np.zeros(0, bool)
         self.row = rows[is_shared]
-        self.prediction_entry = of_predictions.entries[is_shared]
+        self.prediction_entry = predicted.entries[is_shared]
         self.reference_entry = positions[is_shared]
 
     def pair_numbers(self, pair_ids: Iterable[str]) -> np.ndarray:

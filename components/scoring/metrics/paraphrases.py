@@ -38,7 +38,7 @@ WINDOW = 8  # number of bytes that numpy reads as one integer
 KEY_BITS = 24
 HASH_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)  # odd, well mixed
 INDEX_VERSION = 1  # increase this number when the arrays of an index change
-MIN_KEPT_ENTRIES = 1_000_000  # indexing a smaller table is so fast that its index is not stored
+MIN_STORED_ENTRIES = 1_000_000  # indexing a smaller table is so fast that its index is not stored
 GZIP_TRAILER = 8  # bytes of the checksum and the size of the text
 IN_REFERENCES = 1
 IN_PREDICTIONS = 2
@@ -52,16 +52,17 @@ class ParaphraseTable:
         text: lines of all entries, including line feeds.
         starts: [entries + 1] positions of the entries in the text, and the end of the last entry.
         keys: [entries, 2] keys of the two phrases of each entry.
-        odd: entries with unusual characters (one in 140), which are treated as if they could match anything.
+        odd_entries: numbers of the entries with unusual characters (one in 140), which are treated as if they could
+            match anything.
     """
 
     text: bytes
     starts: np.ndarray
     keys: np.ndarray
-    odd: np.ndarray
+    odd_entries: np.ndarray
 
 
-def read_table(path: Path) -> ParaphraseTable:
+def read_paraphrases(path: Path) -> ParaphraseTable:
     """Read the table from a gzip file, with its index. Most of this runs without the GIL, in parallel with other work.
 
     The index of a large table is read from the user's cache folder, or stored there if it is missing.
@@ -76,12 +77,12 @@ def read_table(path: Path) -> ParaphraseTable:
         raise ScorerFailed("scoring.paraphrases_unreadable", path=path, cause=str(error)) from error
     if not text.endswith(b"\n"):
         text += b"\n"
-    kept_index = user_cache() / f"paraphrases-{INDEX_VERSION}-{packed[-GZIP_TRAILER:].hex()}.npz"
-    table = read_index(kept_index, text)
+    index_file = user_cache() / f"paraphrases-{INDEX_VERSION}-{packed[-GZIP_TRAILER:].hex()}.npz"
+    table = read_index(index_file, text)
     if table is None:
         table = index_table(text)
-        if len(table.keys) >= MIN_KEPT_ENTRIES:
-            keep_index(kept_index, table)
+        if len(table.keys) >= MIN_STORED_ENTRIES:
+            store_index(index_file, table)
     return table
 
 
@@ -91,25 +92,25 @@ def read_index(path: Path, text: bytes) -> ParaphraseTable | None:
         with np.load(path) as arrays:
             starts = arrays["starts"]
             keys = arrays["keys"]
-            odd = arrays["odd"]
+            odd_entries = arrays["odd"]
             checksum = int(arrays["checksum"])
     except (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, zipfile.BadZipFile):
         return None
     # a damaged header of an array may give other numbers without an error, and METEOR would be wrong
-    if checksum != checksum_of(starts, keys, odd) or starts[-1] > len(text):
+    if checksum != compute_checksum(starts, keys, odd_entries) or starts[-1] > len(text):
         return None
-    return ParaphraseTable(text, starts.astype(np.int64), keys, odd)
+    return ParaphraseTable(text, starts.astype(np.int64), keys, odd_entries)
 
 
-def keep_index(path: Path, table: ParaphraseTable) -> None:
+def store_index(path: Path, table: ParaphraseTable) -> None:
     """Store the index of a table. If the folder is not writable, the next run computes the index again."""
     starts = table.starts.astype(np.uint32)
-    checksum = checksum_of(starts, table.keys, table.odd)
+    checksum = compute_checksum(starts, table.keys, table.odd_entries)
     with suppress(OSError), open_atomically(path) as file:
-        np.savez(file, starts=starts, keys=table.keys, odd=table.odd, checksum=np.uint32(checksum))
+        np.savez(file, starts=starts, keys=table.keys, odd=table.odd_entries, checksum=np.uint32(checksum))
 
 
-def checksum_of(*arrays: np.ndarray) -> int:
+def compute_checksum(*arrays: np.ndarray) -> int:
     """Return the CRC-32 of arrays, with their types and shapes."""
     checksum = 0
     for array in arrays:
@@ -123,7 +124,7 @@ def index_table(text: bytes) -> ParaphraseTable:
     all_bytes = np.frombuffer(text, np.uint8)
     starts = [np.zeros(1, np.int64)]
     keys = [np.zeros((0, 2), np.uint32)]
-    odd = [np.zeros(0, np.int64)]
+    odd_entries = [np.zeros(0, np.int64)]
     entries = 0
     start = 0
     size = CHUNK
@@ -137,19 +138,19 @@ def index_table(text: bytes) -> ParaphraseTable:
             size *= 2  # the entry is longer than the chunk
             continue
         chunk = chunk[: line_ends[-1, -1] + 1]
-        keys.append(keys_of(chunk, line_ends[:, :-1] + 1, line_ends[:, 1:]))
+        keys.append(compute_keys(chunk, line_ends[:, :-1] + 1, line_ends[:, 1:]))
         starts.append(line_ends[:, -1] + 1 + start)
         marked = text[start : start + len(chunk)].translate(TO_MARKED_BYTES)
         if b"\0" in marked:
             odd_bytes = np.flatnonzero(np.frombuffer(marked, np.uint8) == 0)
-            odd.append(np.unique(np.searchsorted(line_ends[:, -1], odd_bytes)) + entries)
+            odd_entries.append(np.unique(np.searchsorted(line_ends[:, -1], odd_bytes)) + entries)
         entries += len(line_ends)
         start += len(chunk)
         size = CHUNK
-    return ParaphraseTable(text, np.concatenate(starts), np.concatenate(keys), np.concatenate(odd))
+    return ParaphraseTable(text, np.concatenate(starts), np.concatenate(keys), np.concatenate(odd_entries))
 
 
-def keys_of(content: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def compute_keys(content: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Return the keys of substrings of a text, [...].
 
     Args:
@@ -173,34 +174,42 @@ def matching_paraphrases(table: ParaphraseTable, items: Sequence[Item]) -> bytes
 
     Phrases are compared only by their ASCII letters and digits.
     """
+    predictions: list[str] = []
+    references: list[str] = []
+    for prediction, references_of_item in items:
+        predictions.append(prediction)
+        references += references_of_item
+    # for each key, whether a phrase with this key may be in a reference, in a prediction, or in both
     sides = np.zeros(1 << KEY_BITS, np.uint8)
-    sides[keys_of_runs(reference for _, references in items for reference in references)] |= IN_REFERENCES
-    sides[keys_of_runs(prediction for prediction, _ in items)] |= IN_PREDICTIONS
-    other_sides = np.array([0, IN_PREDICTIONS, IN_REFERENCES, IN_REFERENCES | IN_PREDICTIONS], np.uint8)[sides]
-    matches = np.flatnonzero(sides[table.keys[:, 0]] & other_sides[table.keys[:, 1]])
-    entries = np.union1d(matches, table.odd)
-    bounds = zip(table.starts[entries].tolist(), table.starts[entries + 1].tolist(), strict=True)
-    return b"".join([table.text[start:end] for start, end in bounds])
+    sides[compute_keys_of_runs(references)] |= IN_REFERENCES
+    sides[compute_keys_of_runs(predictions)] |= IN_PREDICTIONS
+    # for each key, the sides on which the other phrase of an entry must be
+    opposite_sides = np.array([0, IN_PREDICTIONS, IN_REFERENCES, IN_REFERENCES | IN_PREDICTIONS], np.uint8)[sides]
+    matching_entries = np.flatnonzero(sides[table.keys[:, 0]] & opposite_sides[table.keys[:, 1]])
+    entries = np.union1d(matching_entries, table.odd_entries)
+    starts = table.starts[entries].tolist()
+    ends = table.starts[entries + 1].tolist()
+    return b"".join([table.text[start:end] for start, end in zip(starts, ends, strict=True)])
 
 
-def keys_of_runs(texts: Iterable[str]) -> np.ndarray:
+def compute_keys_of_runs(texts: Iterable[str]) -> np.ndarray:
     """Return the keys of all sequences of up to MAX_PHRASE_WORDS words in the texts, including the empty sequence.
 
     The keys may contain duplicates.
     """
-    lowered = {text.lower() for text in texts}
-    lowered |= {ENTITY.sub(" ", text) for text in lowered if "&" in text}
-    captions = {b" ".join(WORD.findall(text.encode())) for text in lowered}
+    lower_texts = {text.lower() for text in texts}
+    lower_texts |= {ENTITY.sub(" ", text) for text in lower_texts if "&" in text}
+    captions = {b" ".join(WORD.findall(text.encode())) for text in lower_texts}
     content = np.frombuffer(b"".join(caption + b"\n" for caption in captions), np.uint8)
     word_ends = np.flatnonzero((content == ord(" ")) | (content == ord("\n")))
     word_starts = np.concatenate([[0], word_ends[:-1] + 1])
     ends_caption = content[word_ends] == ord("\n")
     captions_before = np.cumsum(ends_caption) - ends_caption
-    keys = [keys_of(content, np.zeros(1, np.int64), np.zeros(1, np.int64))]
+    keys = [compute_keys(content, np.zeros(1, np.int64), np.zeros(1, np.int64))]
     for words in range(1, min(MAX_PHRASE_WORDS, len(word_ends)) + 1):
         runs = len(word_ends) - words + 1
         is_in_one_caption = captions_before[words - 1 :] == captions_before[:runs]
         run_starts = word_starts[:runs][is_in_one_caption]
         run_ends = word_ends[words - 1 :][is_in_one_caption]
-        keys.append(keys_of(content, run_starts, run_ends))
+        keys.append(compute_keys(content, run_starts, run_ends))
     return np.concatenate(keys)

@@ -35,7 +35,7 @@ class ParsedCaptions:
     lmdb: bytes = b""
 
 
-def kept_file(jars: Iterable[Path], java: int) -> Path | None:
+def find_cache_file(jars: Iterable[Path], java: int) -> Path | None:
     """Return the cache file for this parser, or None if the program has no LMDB library for this machine.
 
     Args:
@@ -58,7 +58,7 @@ def read_parses(path: Path) -> ParsedCaptions:
 
     A file that is damaged or too large is reported on standard error.
     """
-    reason = f"it holds more than {MAX_CAPTIONS:,} captions"
+    reason = f"it contains more than {MAX_CAPTIONS:,} captions"
     try:
         with zipfile.ZipFile(path) as file:
             captions = frozenset(file.read(CAPTIONS).decode().split("\n"))
@@ -68,11 +68,11 @@ def read_parses(path: Path) -> ParsedCaptions:
         return ParsedCaptions()
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError) as error:
         reason = f"it is damaged ({error})"
-    print(f"SPICE: {path} is not used: {reason}; captions are parsed anew", file=sys.stderr, flush=True)
+    print(f"SPICE: {path} is not used, because {reason}. All captions are parsed again", file=sys.stderr, flush=True)
     return ParsedCaptions()
 
 
-def keep_parses(path: Path, parses: ParsedCaptions) -> None:
+def store_parses(path: Path, parses: ParsedCaptions) -> None:
     """Replace the cache file with these parses. If the folder is not writable, the next run parses them again."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
@@ -82,7 +82,7 @@ def keep_parses(path: Path, parses: ParsedCaptions) -> None:
         write_atomic(path, packed.getvalue())
 
 
-def can_be_kept(caption: str) -> bool:
+def fits_cache_key(caption: str) -> bool:
     """Return False if a caption is too long for a key of LMDB.
 
     A Latin-1 character takes one byte of the key. Other characters take three bytes or, outside the BMP, six.
@@ -93,4 +93,4 @@ def can_be_kept(caption: str) -> bool:
 
 def captions_to_parse(captions: Sequence[str], parses: ParsedCaptions) -> set[str]:
     """Return the captions to add to the cache. Captions that are too long for LMDB are left out."""
-    return {caption for caption in captions if caption not in parses.captions and can_be_kept(caption)}
+    return {caption for caption in captions if caption not in parses.captions and fits_cache_key(caption)}

@@ -9,14 +9,14 @@ import numpy as np
 from m3diff.images.open import load_image
 from m3diff.records.errors import ValueFault
 from m3diff.scoring.metrics import Metric, MetricScores, Tools
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 KINDS = ("mean", "window")
 ONE_KIND = "a threshold tells pairs with a change from those without, and these are all of one kind"
 WINDOW = 16  # windows per side of the frame (8 x 8 pixels each in a frame of 128 x 128)
 
 
-def differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
+def measure_differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
     """Return the mean absolute difference of two RGB images, in grey levels, over pixels and channels.
 
     Returns:
@@ -27,19 +27,29 @@ def differences(before: np.ndarray, after: np.ndarray) -> dict[str, float]:
         ValueFault: the images have different sizes.
     """
     if before.shape != after.shape:
-        before_size, after_size = (f"{image.shape[1]}x{image.shape[0]}" for image in (before, after))
-        raise ValueFault("scoring.image_sizes_differ", before=before_size, after=after_size)
+        raise ValueFault("scoring.image_sizes_differ", before=format_size(before), after=format_size(after))
     difference = np.abs(before.astype(np.float64) - after)
     by_pixel = difference.mean(-1)
-    height, width = (max(1, side // WINDOW) for side in by_pixel.shape)
+    height = max(1, by_pixel.shape[0] // WINDOW)
+    width = max(1, by_pixel.shape[1] // WINDOW)
     # a summed-area table gives the sum over any window from four of its values
     sums = np.pad(by_pixel.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-    top = np.arange(0, by_pixel.shape[0] - height + 1, max(1, height // 2))[:, None]
-    left = np.arange(0, by_pixel.shape[1] - width + 1, max(1, width // 2))[None, :]
-    bottom = top + height
-    right = left + width
-    totals = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
+    top_edges = np.arange(0, by_pixel.shape[0] - height + 1, max(1, height // 2))[:, None]
+    left_edges = np.arange(0, by_pixel.shape[1] - width + 1, max(1, width // 2))[None, :]
+    bottom_edges = top_edges + height
+    right_edges = left_edges + width
+    totals = (
+        sums[bottom_edges, right_edges]
+        - sums[top_edges, right_edges]
+        - sums[bottom_edges, left_edges]
+        + sums[top_edges, left_edges]
+    )
     return {"mean": float(difference.mean()), "window": float(totals.max() / (height * width))}
+
+
+def format_size(image: np.ndarray) -> str:
+    """Return the width and height of an image as text, such as "640x480"."""
+    return f"{image.shape[1]}x{image.shape[0]}"
 
 
 def roc_auc(changed: list[float], unchanged: list[float]) -> float:
@@ -49,8 +59,10 @@ def roc_auc(changed: list[float], unchanged: list[float]) -> float:
         changed, unchanged: scores of pairs with and without a change. Neither list is empty.
     """
     ascending = np.sort(np.asarray(unchanged))
-    below = np.searchsorted(ascending, changed, side="left") + np.searchsorted(ascending, changed, side="right")
-    return float(below.mean() / (2 * len(ascending)))
+    # for each pair with a change, the number of pairs without one that have a lower score, or at most the same score
+    lower = np.searchsorted(ascending, changed, side="left")
+    lower_or_equal = np.searchsorted(ascending, changed, side="right")
+    return float((lower + lower_or_equal).mean() / (2 * len(ascending)))
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
@@ -67,7 +79,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         try:
             before = np.asarray(load_image(pair.before))
             after = np.asarray(load_image(pair.after))
-            pair_differences = differences(before, after)
+            pair_differences = measure_differences(before, after)
         except ValueError as error:
             return MetricScores({}, {}, dict.fromkeys(METRIC.overall, f"{pair.id}: {error}"))
         pair_scores[pair.id] = {f"pixel_{kind}_difference": value for kind, value in pair_differences.items()}
@@ -77,7 +89,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         changed = [pair_scores[pair.id][column] for pair in judged_pairs if not pair.is_distractor]
         unchanged = [pair_scores[pair.id][column] for pair in judged_pairs if pair.is_distractor]
         areas[f"pixel_{kind}_auc"] = roc_auc(changed, unchanged)
-    return MetricScores({ALL: areas}, pair_scores)
+    return MetricScores({ALL_PAIRS: areas}, pair_scores)
 
 
 METRIC = Metric(

@@ -5,7 +5,7 @@ Recall is weighted 1.2 times. The best precision and the best recall may come fr
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, Tools, mean_of, of_each_group
+from m3diff.scoring.metrics import Metric, MetricScores, Tools, mean_of, score_each_group
 from m3diff.scoring.pairs import EvalPair, Groups
 
 BETA = 1.2
@@ -17,7 +17,11 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     pair_scores = {
         pair_id: rouge_l(prediction, tokens.references[pair_id]) for pair_id, prediction in tokens.predictions.items()
     }
-    means = of_each_group(groups, lambda ids: {"ROUGE-L": float(np.mean([pair_scores[pair_id] for pair_id in ids]))})
+
+    def mean(pair_ids: list[str]) -> dict[str, float]:
+        return {"ROUGE-L": float(np.mean([pair_scores[pair_id] for pair_id in pair_ids]))}
+
+    means = score_each_group(groups, mean)
     return MetricScores(means, {pair_id: {"ROUGE-L": value} for pair_id, value in pair_scores.items()})
 
 

@@ -19,17 +19,17 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Tools, mean_of, of_each_group
-from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run
+from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Tools, mean_of, score_each_group
+from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run_java
 from m3diff.scoring.metrics.parses import (
     LMDB,
     ParsedCaptions,
     captions_to_parse,
-    keep_parses,
-    kept_file,
+    find_cache_file,
     read_parses,
+    store_parses,
 )
-from m3diff.scoring.pairs import ALL, EvalPair, Groups
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 JARS = dict.fromkeys(
     ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar"), "edu/stanford/nlp/stanford-corenlp/3.6.0"
@@ -83,7 +83,8 @@ class SpiceProgram(Program):
             ScorerFailed: jars are missing, or the program gave no result.
         """
         jars = find_jars(self.spice_dir)
-        values = score(self.items, jars, kept_file(parser_jars(jars), require_java()), self.limit_s)
+        cache_file = find_cache_file(parser_jars(jars), require_java())
+        values = score_items(self.items, jars, cache_file, self.limit_s)
         return dict(zip(self.items, values, strict=True))
 
     def close(self) -> None:
@@ -99,8 +100,10 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
         scores = [pair_scores[pair_id] for pair_id in pair_ids if pair_scores[pair_id] is not None]
         return {"SPICE": sum(scores) / len(scores) if scores else None}
 
-    means = of_each_group(groups, mean)
-    absent = {} if means[ALL]["SPICE"] is not None else {"SPICE": "no caption names an object, attribute or relation"}
+    means = score_each_group(groups, mean)
+    absent = (
+        {} if means[ALL_PAIRS]["SPICE"] is not None else {"SPICE": "no caption names an object, attribute or relation"}
+    )
     return MetricScores(means, {pair_id: {"SPICE": score} for pair_id, score in pair_scores.items()}, absent)
 
 
@@ -110,41 +113,44 @@ def try_spice(spice_dir: Path | None, limit_s: int) -> float:
     Raises:
         ScorerFailed: SPICE does not work on this machine.
     """
-    (value,) = score([TRIAL], find_jars(spice_dir), None, limit_s)
+    (value,) = score_items([TRIAL], find_jars(spice_dir), None, limit_s)
     if value is None:
         raise ScorerFailed("scoring.spice_found_nothing", value=TRIAL[0])
     return value
 
 
-def score(items: Sequence[Item], jars: Sequence[Path], kept: Path | None, limit_s: int) -> list[float | None]:
+def score_items(
+    items: Sequence[Item], jars: Sequence[Path], cache_file: Path | None, limit_s: int
+) -> list[float | None]:
     """Return the F-score of each item.
 
     Args:
-        kept: cache file of parsed captions, which is updated. None to parse all captions without a cache.
+        cache_file: cache file of parsed captions, which is updated. None to parse all captions without a cache.
 
     Raises:
         ScorerFailed: the program gave no result. The cache file is removed, because it may be the cause.
     """
-    with TemporaryDirectory(prefix="m3diff-spice-") as name:
-        folder = Path(name)
-        lay_out(folder, jars)
-        if kept is None:
-            return ask(folder, java_options(jars, is_parsing=True), items, limit_s)
+    with TemporaryDirectory(prefix="m3diff-spice-") as folder_name:
+        folder = Path(folder_name)
+        copy_program(folder, jars)
+        if cache_file is None:
+            return run_program(folder, java_options(jars, is_parsing=True), items, limit_s)
         cache = folder / "cache"
         cache.mkdir()
-        parses = read_parses(kept)
+        parses = read_parses(cache_file)
         if parses.lmdb:
             (cache / LMDB).write_bytes(parses.lmdb)
         try:
             new_captions = captions_to_parse(captions_of(items), parses)
             if new_captions:
                 items_to_parse = [item for item in items if not new_captions.isdisjoint(captions_of([item]))]
-                ask(folder, java_options(jars, is_parsing=True), items_to_parse, limit_s, cache)
-                keep_parses(kept, ParsedCaptions(parses.captions | new_captions, (cache / LMDB).read_bytes()))
-            return ask(folder, java_options(jars, is_parsing=False), items, limit_s, cache)
+                run_program(folder, java_options(jars, is_parsing=True), items_to_parse, limit_s, cache)
+                all_captions = parses.captions | new_captions
+                store_parses(cache_file, ParsedCaptions(all_captions, (cache / LMDB).read_bytes()))
+            return run_program(folder, java_options(jars, is_parsing=False), items, limit_s, cache)
         except ScorerFailed:
             with suppress(OSError):
-                kept.unlink()
+                cache_file.unlink()
             raise
 
 
@@ -156,7 +162,7 @@ def captions_of(items: Sequence[Item]) -> list[str]:
     return captions
 
 
-def lay_out(folder: Path, jars: Sequence[Path]) -> None:
+def copy_program(folder: Path, jars: Sequence[Path]) -> None:
     """Put the program and its jars into the folder.
 
     Nashorn's jars are modules and need a separate folder. In a shared folder, CoreNLP's two jars would also be loaded
@@ -206,7 +212,7 @@ def java_options(jars: Sequence[Path], is_parsing: bool) -> dict[str, str]:
     return {"JAVA_TOOL_OPTIONS": " ".join(machine_options), "JDK_JAVA_OPTIONS": " ".join(options)}
 
 
-def ask(
+def run_program(
     folder: Path, options: dict[str, str], items: Sequence[Item], limit_s: float, cache: Path | None = None
 ) -> list[float | None]:
     """Run the program and return the F-score of each item. Captions missing from the cache are added.
@@ -225,7 +231,7 @@ def ask(
     command = ["-jar", "-XX:MaxRAMPercentage=75", "spice-1.0.jar", str(folder / "items.json")]
     command += ["-cache", str(cache)] if cache else []
     command += ["-out", str(folder / "scores.json"), "-subset", "-silent"]
-    output = run(command, folder, limit_s, options=options)
+    output = run_java(command, folder, limit_s, options=options)
     try:
         results = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
         score_by_id = {result["image_id"]: result["scores"]["All"]["f"] for result in results}
@@ -246,9 +252,9 @@ def find_jars(spice_dir: Path | None) -> list[Path]:
         raise ScorerFailed("scoring.not_configured", cause=NO_SPICE_DIR)
     names = JARS | NASHORN if require_java() >= FIRST_WITHOUT_JAVASCRIPT else JARS
     jars = [spice_dir.absolute() / name for name in names]
-    missing = [jar.name for jar in jars if not jar.is_file()]
-    if missing:
-        raise ScorerFailed("scoring.spice_jars_missing", path=spice_dir, names=missing)
+    missing_jars = [jar.name for jar in jars if not jar.is_file()]
+    if missing_jars:
+        raise ScorerFailed("scoring.spice_jars_missing", path=spice_dir, names=missing_jars)
     return jars
 
 
@@ -266,11 +272,11 @@ def check_spice(spice_dir: Path | None) -> SpiceCheck:
         return SpiceCheck([f"works   one pair scored {try_spice(folder, TRIAL_S):.3f}"], works=True)
     except (JavaMissing, ScorerFailed) as error:
         lines = [f"FAILED  {error}"]
-        for name, address in (JARS | NASHORN).items():
+        for name, maven_folder in (JARS | NASHORN).items():
             jar = folder / name
             if not jar.is_file():
-                lines.append(f"curl -fL --create-dirs -o {shlex.quote(str(jar))} {MAVEN}/{address}/{name}")
-        lines.append("name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir")
+                lines.append(f"curl -fL --create-dirs -o {shlex.quote(str(jar))} {MAVEN}/{maven_folder}/{name}")
+        lines.append("set the folder with --spice-dir, and for `m3diff evaluate` with compute.spice_dir")
         return SpiceCheck(lines, works=False)
 
 

@@ -19,10 +19,10 @@ from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.notes import notes_of_texts
+from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import ProtocolPairs, load_specs, select_protocols
-from m3diff.scoring.results import EvaluateReport, headline, score_table, summarise
+from m3diff.scoring.results import EvaluateReport, headline_scores, score_table, summarise
 from m3diff.scoring.run import compute_metrics, metrics_of_all
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
@@ -58,7 +58,7 @@ def evaluate(
     protocols = select_protocols(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
-    notes = notes_of_texts(protocols, metrics, predictions=[pair.prediction for pair in pairs])
+    notes = note_texts(protocols, metrics, predictions=[pair.prediction for pair in pairs])
     for note in notes:
         print(f"evaluate: note: {note}", flush=True)
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
@@ -67,7 +67,7 @@ def evaluate(
     table = score_table(metrics, protocols, scores)
     bounds = {protocol.name: intervals(table, metrics, protocol.name) for protocol in protocols}
     report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
-    write_atomic(out / "headline.json", json.dumps(headline(report), indent=1) + "\n")
+    write_atomic(out / "headline.json", json.dumps(headline_scores(report), indent=1) + "\n")
     with open_atomically(out / "scores.parquet") as file:
         pq.write_table(table, file, compression="zstd")
     evidence = Evidence(
@@ -93,7 +93,7 @@ def check_complete(protocols: Iterable[ProtocolPairs]) -> None:
     """
     incomplete = []
     for protocol in protocols:
-        published_pairs = protocol.protocol.n
+        published_pairs = protocol.rules.n
         if published_pairs is not None and len(protocol.pairs) < published_pairs:
             incomplete.append(
                 Fault(

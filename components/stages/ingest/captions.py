@@ -15,7 +15,7 @@ import polars as pl
 from m3diff.datasets.odd_captions import ODD_KINDS, OddCaptions
 from m3diff.datasets.spec import Row
 from m3diff.records.schemas import NO_CHANGE
-from m3diff.scoring.marks import SUSPECT, mark_of
+from m3diff.scoring.marks import SUSPECT, find_mark
 
 # A caption counts as repeated under three conditions. At least MIN_REPEATS pairs with a change have the caption, these
 # pairs are at least MIN_REPEATED_SHARE of all pairs with a change, and the caption is at least MIN_TIMES_THE_MEAN times
@@ -49,7 +49,7 @@ def find_odd_captions(rows: Sequence[Row]) -> list[OddCaptions]:
     # One search over all captions finds the suspects. Matching every pattern with every caption takes ten times as long
     suspect_indices = _as_series(texts).str.contains(SUSPECT).arg_true().to_list()
     suspect_texts = {texts[index] for index in suspect_indices}
-    kind_of_text = {text: mark_of(text) for text in suspect_texts}
+    kind_of_text = {text: find_mark(text) for text in suspect_texts}
     captions_of_kind: dict[str, list[tuple[Row, str]]] = {}
     for index in suspect_indices:
         kind = kind_of_text[texts[index]]

@@ -14,20 +14,9 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from m3diff.records.errors import data_error_if_unreadable
+from m3diff.scoring.metrics import headline_scores_by_metric
 
 SIGNATURE = "Written by m3diff register, "  # start of the last line, followed by a digest of the text above it
-# Scores to show in the description, with their labels. In headline.json they are multiplied by 100, as in papers
-SCORE_LABELS = {
-    "CIDEr": "CIDEr",
-    "CIDEr-char": "CIDEr of characters",
-    "METEOR": "METEOR",
-    "ROUGE-L": "ROUGE-L",
-    "BLEU-4": "BLEU-4",
-    "SPICE": "SPICE",
-    "change_type_accuracy": "type of a single change correct, %",
-    "change_exact_accuracy": "single change fully correct, %",
-    "no_change_recall": "pairs without a change recognized, %",
-}
 MODEL_DESCRIPTION = (
     "Describes in a sentence what changed between two images. The alias champion points to the version in use, and the "
     "alias challenger to the newest version. The description of each version lists its scores."
@@ -81,13 +70,23 @@ def build_description(
     return f"{text}\n\n{SIGNATURE}{hash_text(text)}"
 
 
+def registry_titles() -> dict[str, str]:
+    """Return the scores that a description shows, with their titles. headline.json contains them times 100."""
+    titles = {}
+    for score, headline_score in headline_scores_by_metric().items():
+        if headline_score.registry_title is not None:
+            titles[score] = headline_score.registry_title
+    return titles
+
+
 def format_main_scores(headline: Mapping[str, Mapping[str, float]]) -> str:
     """Return a sentence with the main score of each protocol, such as `CIDEr 441.1 on minichange/total.`"""
+    titles = registry_titles()
     parts = []
     for protocol, scores in headline.items():
-        name = next((score for score in SCORE_LABELS if score in scores), None)
-        if name is not None:
-            parts.append(f"{SCORE_LABELS[name]} {scores[name]:.1f} on {protocol}")
+        main_score = next((score for score in titles if score in scores), None)
+        if main_score is not None:
+            parts.append(f"{titles[main_score]} {scores[main_score]:.1f} on {protocol}")
     return f"{'; '.join(parts)}." if parts else "No test set was scored."
 
 
@@ -96,11 +95,11 @@ def format_score_table(headline: Mapping[str, Mapping[str, float]]) -> list[str]
     if not headline:
         return []
     rows = ["| Score, times 100 | " + " | ".join(headline) + " |", "|---" * (1 + len(headline)) + "|"]
-    for score, label in SCORE_LABELS.items():
+    for score, title in registry_titles().items():
         values = [scores.get(score) for scores in headline.values()]
         if any(value is not None for value in values):
             cells = " | ".join("–" if value is None else f"{value:.1f}" for value in values)
-            rows.append(f"| {label} | {cells} |")
+            rows.append(f"| {title} | {cells} |")
     return [*rows, ""]
 
 

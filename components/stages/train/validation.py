@@ -19,7 +19,7 @@ from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
 from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import unwrap_model
-from m3diff.scoring.characters import spaced
+from m3diff.scoring.characters import space_out_characters
 from m3diff.stages.train import batches, engine
 from m3diff.stages.train.job import Job, WorkerContext
 
@@ -178,7 +178,7 @@ def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> fl
 
     def tokenize(text: str) -> str:
         # in a script without spaces between words, a whole caption would be a single token
-        return " ".join(re.findall(r"\w+", spaced(text.lower())))
+        return " ".join(re.findall(r"\w+", space_out_characters(text.lower())))
 
     references_by_pair = {}
     predictions_by_pair = {}

@@ -84,12 +84,12 @@ def run_of(root: Path, base: Path, settings: Any) -> Params:
     write_records(root / "clean", rows)
     counts = {"pairs": {"train": 7, "val": 1, "test": PAIRS}, "samples": {"train": 1_234, "val": 1, "test": PAIRS}}
     write_json(root / "mixture" / "report.json", {"datasets": {"toy": counts}})
-    places = {name: root / name for name in ("mixture", "clean", "model", "predictions", "report")}
+    paths = {name: root / name for name in ("mixture", "clean", "model", "predictions", "report")}
     run = changed(load_params(EMBEDDED), "ingest", datasets={"toy": make_entry("pairs", root)})
     run = changed(changed(run, "train", base=base), "predict", max_new_tokens=MAX_NEW_TOKENS)
-    run = changed(run, "paths", **places)
-    said = texts(run, wanted(run, [(row["before"], row["after"]) for row in rows], QUESTION))
-    predictions = [{"image_id": row["id"], "caption": text} for row, text in zip(rows, said, strict=True)]
+    run = changed(run, "paths", **paths)
+    captions = texts(run, generate_tokens(run, [(row["before"], row["after"]) for row in rows], QUESTION))
+    predictions = [{"image_id": row["id"], "caption": text} for row, text in zip(rows, captions, strict=True)]
     write_json(root / "predictions" / "predictions.json", predictions)
     return run
 
@@ -97,12 +97,12 @@ def run_of(root: Path, base: Path, settings: Any) -> Params:
 def record(images: Path, number: int) -> dict[str, Any]:
     """A test pair; the first has no change."""
     images.mkdir(exist_ok=True)
-    made: dict[str, Any] = {"id": f"toy/{number}", "dataset": "toy", "split": "test"}
-    for place, side in enumerate(("before", "after")):
-        path = images / f"{number}{'ab'[place]}.png"
-        colour_image(20 * number + place, (40, 30 + number)).save(path)
-        made |= {side: str(path), f"{side}_sha256": bytes.fromhex(sha256(path))}
-    return made | {"references": [f"reference {number}"], "change_types": ["color" if number else "none"]}
+    row: dict[str, Any] = {"id": f"toy/{number}", "dataset": "toy", "split": "test"}
+    for number_of_side, side in enumerate(("before", "after")):
+        path = images / f"{number}{'ab'[number_of_side]}.png"
+        colour_image(20 * number + number_of_side, (40, 30 + number)).save(path)
+        row |= {side: str(path), f"{side}_sha256": bytes.fromhex(sha256(path))}
+    return row | {"references": [f"reference {number}"], "change_types": ["color" if number else "none"]}
 
 
 def write_records(folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -125,19 +125,19 @@ def trained(checkpoint: Path) -> tuple[Any, Any]:
     return model, family.load_processor(checkpoint)
 
 
-def wanted(run: Params, pairs: list[tuple[str, str]], question: str) -> list[list[int]]:
+def generate_tokens(run: Params, pairs: list[tuple[str, str]], question: str) -> list[list[int]]:
     """The project's own tokens of each pair, one pair at a time."""
     model, processor = trained(run.paths.model / "checkpoint")
     decoding = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False, "eos_token_id": processor.end_id}
     decoding |= {"pad_token_id": processor.pad_id}
-    found = []
+    rows = []
     for before, after in pairs:
         prepared = [processor.prepare_image(load_image(path)) for path in (before, after)]
         inputs = {**processor.prompt_inputs([question]), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
         with torch.inference_mode():
             tokens = model.generate(**inputs, **decoding)[0, inputs["input_ids"].shape[1] :]
-        found.append([token for token in tokens.tolist() if token != processor.pad_id])
-    return found
+        rows.append([token for token in tokens.tolist() if token != processor.pad_id])
+    return rows
 
 
 def texts(run: Params, tokens: list[list[int]]) -> list[str]:
@@ -162,15 +162,15 @@ def ask(tmp: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     command = [sys.executable, "-P", script, tmp / "requests.json", tmp / "answers.json"]
     done = subprocess.run(list(map(str, command)), cwd=tmp, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    told = read_json(tmp / "answers.json")
-    assert {"m3diff", "peft", "ray", "mlflow", "pyarrow"} <= {*told["missing"]}
-    return told["answers"]
+    result = read_json(tmp / "answers.json")
+    assert {"m3diff", "peft", "ray", "mlflow", "pyarrow"} <= {*result["missing"]}
+    return result["answers"]
 
 
 @pytest.fixture(scope="module")
-def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shared]:
+def shared_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shared]:
     """The shared model of each case, where there is no dvc.lock."""
-    found = {}
+    models = {}
     for name, (write_base, settings) in CASES.items():
         root = tmp_path_factory.mktemp("run")
         run = run_of(root, write_base(root / "base"), settings)
@@ -178,19 +178,19 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shared]:
             elsewhere.chdir(root)
             assert export_hub(run, root / "out" / "tiny-model") == []
         pairs = [(str(root / "images" / f"{n}a.png"), str(root / "images" / f"{n}b.png")) for n in range(PAIRS)]
-        found[name] = Shared(name, run, root / "out" / "tiny-model", pairs)
-    return found
+        models[name] = Shared(name, run, root / "out" / "tiny-model", pairs)
+    return models
 
 
 @pytest.fixture
-def shared(every: dict[str, Shared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
+def shared(shared_models: dict[str, Shared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shared:
     monkeypatch.chdir(tmp_path)
-    return every["m3diff"]
+    return shared_models["m3diff"]
 
 
 @pytest.fixture(params=list(CASES))
-def case(request: pytest.FixtureRequest, every: dict[str, Shared]) -> Shared:
-    return every[request.param]
+def case(request: pytest.FixtureRequest, shared_models: dict[str, Shared]) -> Shared:
+    return shared_models[request.param]
 
 
 def chat(images: Any, question: str) -> list[dict[str, Any]]:
@@ -205,7 +205,7 @@ def requests_of(case: Shared, tmp: Path) -> dict[str, dict[str, Any]]:
     film.write_bytes(b"\x1aE\xdf\xa3" + bytes(100))  # the beginning of a Matroska file
     block = tmp / "card.py"
     block.write_text(re.findall(r"```python\n(.*?)```", (case.folder / "README.md").read_text(), re.DOTALL)[0])
-    found: dict[str, dict[str, Any]] = {
+    requests: dict[str, dict[str, Any]] = {
         "all": {"images": case.pairs},
         "all, asked": {"images": case.pairs, "text": OTHER_QUESTION},
         "swapped": {"images": [pair[::-1] for pair in case.pairs], "return_tensors": "pt"},
@@ -219,19 +219,19 @@ def requests_of(case: Shared, tmp: Path) -> dict[str, dict[str, Any]]:
     if case.has_module:
         part = {"m3diff": "mdp", "onediff": "vdm"}[case.family]
         broken = without_a_weight(Path(shutil.copytree(case.folder, tmp / "broken")), part)
-        found["without a weight"] = {"folder": str(broken), "images": case.pairs}
+        requests["without a weight"] = {"folder": str(broken), "images": case.pairs}
     if case.name != "m3diff":
-        return found
+        return requests
     first_pair = case.pairs[0]
     pairs = case.pairs
-    return found | {
+    return requests | {
         "one": {"images": first_pair},
         "each asked": {"images": pairs, "text": [QUESTION, OTHER_QUESTION, OTHER_QUESTION, QUESTION]},
         "options that change nothing": {"images": first_pair, "videos": None, "padding": True, "truncation": False},
         "tensors": {"images": first_pair, "tensors": True},
         "a chat": {"chat": chat(first_pair, OTHER_QUESTION)},
         "a pipeline": {"pipeline": chat(first_pair, OTHER_QUESTION)},
-        **{name: asked(pairs) for name, (asked, _) in (REFUSED | REFUSED_BY_TRANSFORMERS).items()},
+        **{name: make_request(pairs) for name, (make_request, _) in (REFUSED | REFUSED_BY_TRANSFORMERS).items()},
     }
 
 
@@ -276,22 +276,26 @@ REFUSED_BY_TRANSFORMERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(scope="module")
-def answers(every: dict[str, Shared], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def answers(shared_models: dict[str, Shared], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each folder answers in a bare environment, by the name of the request."""
     tmp = tmp_path_factory.mktemp("bare")
-    asked = []
-    for name, case in every.items():
+    requests_of_all = []
+    for name, case in shared_models.items():
         (tmp / name).mkdir()
         requests = requests_of(case, tmp / name)
-        asked += [(name, request, {"folder": str(case.folder)} | content) for request, content in requests.items()]
-    found: dict[str, dict[str, Any]] = {name: {"at": tmp / name} for name in every}
-    for (name, request, _), answer in zip(asked, ask(tmp, [content for *_, content in asked]), strict=True):
-        found[name][request] = answer
-    return found
+        requests_of_all += [
+            (name, request, {"folder": str(case.folder)} | content) for request, content in requests.items()
+        ]
+    answers_by_case: dict[str, dict[str, Any]] = {name: {"at": tmp / name} for name in shared_models}
+    for (name, request, _), answer in zip(
+        requests_of_all, ask(tmp, [content for *_, content in requests_of_all]), strict=True
+    ):
+        answers_by_case[name][request] = answer
+    return answers_by_case
 
 
 def test_without_the_project_the_tokens_are_the_project_s(case, answers):
-    tokens = wanted(case.run, case.pairs, QUESTION)
+    tokens = generate_tokens(case.run, case.pairs, QUESTION)
     assert len({tuple(row) for row in tokens}) > 1, "tokens that are all alike would show no order"
     assert answers[case.name]["all"] == {"tokens": tokens}
 
@@ -304,7 +308,7 @@ def test_a_folder_that_transformers_saved_again_answers_the_same(case, answers):
 
 def test_swapped_images_get_the_tokens_of_swapped_images(case, answers):
     replies = answers[case.name]
-    assert replies["swapped"] == {"tokens": wanted(case.run, [pair[::-1] for pair in case.pairs], QUESTION)}
+    assert replies["swapped"] == {"tokens": generate_tokens(case.run, [pair[::-1] for pair in case.pairs], QUESTION)}
     assert replies["swapped"] != replies["all"], "the order must show"
 
 
@@ -319,7 +323,7 @@ def test_a_prompt_has_the_inputs_that_the_model_takes(case, answers):
 def test_a_question_is_read_or_refused_as_the_model_reads_one(case, answers):
     replies = answers[case.name]
     if case.reads_question:
-        tokens = {"tokens": wanted(case.run, case.pairs, OTHER_QUESTION)}
+        tokens = {"tokens": generate_tokens(case.run, case.pairs, OTHER_QUESTION)}
         assert replies["all, asked"] == tokens
         assert replies["chats"] == tokens
     else:
@@ -337,7 +341,7 @@ def test_a_folder_without_a_weight_of_its_module_is_refused(case, answers):
 def test_the_code_of_the_card_runs_as_it_is_printed(case, answers):
     predictions = read_json(case.run.paths.predictions / "predictions.json")
     captions = {row["image_id"]: row["caption"] for row in predictions}
-    swapped = texts(case.run, wanted(case.run, [case.pairs[1][::-1]], QUESTION))
+    swapped = texts(case.run, generate_tokens(case.run, [case.pairs[1][::-1]], QUESTION))
     assert answers[case.name]["card"] == {"said": [captions["toy/1"], captions["toy/1"], *swapped]}
     card = (case.folder / "README.md").read_text()
     assert f'The model, in the run\'s predictions: "{captions["toy/1"]}"' in card
@@ -346,7 +350,7 @@ def test_the_code_of_the_card_runs_as_it_is_printed(case, answers):
 @pytest.fixture
 def question_tokens(shared: Shared) -> dict[str, list[list[int]]]:
     """The project's own tokens by question, which differ."""
-    tokens = {question: wanted(shared.run, shared.pairs, question) for question in (QUESTION, OTHER_QUESTION)}
+    tokens = {question: generate_tokens(shared.run, shared.pairs, question) for question in (QUESTION, OTHER_QUESTION)}
     assert tokens[QUESTION] != tokens[OTHER_QUESTION]
     return tokens
 
@@ -612,15 +616,15 @@ def test_a_family_that_others_cannot_load_is_refused(shared, tmp_path):
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-OTHERS = (".DS_Store", f"._{WEIGHTS}", ".git/index", ".cache/huggingface/a.json", "notes.txt")
+FOREIGN_FILES = (".DS_Store", f"._{WEIGHTS}", ".git/index", ".cache/huggingface/a.json", "notes.txt")
 Edit = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
-def root(every: dict[str, Shared]) -> Path:
+def root(shared_models: dict[str, Shared]) -> Path:
     """The run's folder with `merged`, copied out of it, `adapters` and their `base`, and two images."""
-    run = every["m3diff"].run
-    root = every["m3diff"].folder.parents[1]
+    run = shared_models["m3diff"].run
+    root = shared_models["m3diff"].folder.parents[1]
     for name in ("merged", "adapters"):
         export_checkpoint(run.paths.model / "checkpoint", root / name, adapters=name == "adapters")
     for name, seed in (("a.png", 1), ("b.png", 2)):
@@ -630,13 +634,13 @@ def root(every: dict[str, Shared]) -> Path:
 
 @pytest.fixture
 def caption(root: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def caption(model: Path, *more: object) -> tuple[int, str, str]:
+    def caption(model: Path, *options: object) -> tuple[int, str, str]:
         params = str(REPOSITORY / "profiles/embedded.yaml")
         images = [str(root / name) for name in ("a.png", "b.png")]
-        code = main(["--params", params, "caption", *images, "--model", str(model), *map(str, more)])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return code, said.out, said.err
+        code = main(["--params", params, "caption", *images, "--model", str(model), *map(str, options)])
+        output = capsys.readouterr()
+        assert "Traceback" not in output.err
+        return code, output.out, output.err
 
     return caption
 
@@ -645,7 +649,7 @@ def rewritten(name: str, change: Callable[[bytes], bytes]) -> Edit:
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def other(data: bytes) -> bytes:
+def change_weights(data: bytes) -> bytes:
     return save({name: weight + 1 for name, weight in load(data).items()}, {"format": "pt"})
 
 
@@ -664,7 +668,7 @@ def config(**fields: object) -> Edit:
 
 
 def with_others_files(folder: Path) -> None:
-    for name in OTHERS:
+    for name in FOREIGN_FILES:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"\0\5\26\7")
 
@@ -700,7 +704,7 @@ PULL = "git lfs pull"
 UNLOADABLE: dict[str, tuple[list[Edit], str, str | Message]] = {
     **{f"{name} a pointer": ([pointer(name)], name, PULL) for name in (WEIGHTS, CONFIG, MANIFEST)},
     "processor removed": ([removed("processor_config.json")], "processor_config.json", Message("models.missing_file")),
-    "other weights": ([rewritten(WEIGHTS, other)], WEIGHTS, Message("models.other_digest")),
+    "other weights": ([rewritten(WEIGHTS, change_weights)], WEIGHTS, Message("models.other_digest")),
     "config cut off": ([rewritten(CONFIG, lambda _: b"{")], CONFIG, Message("models.not_json")),
     "tokenizer of nothing": ([rewritten("tokenizer.json", lambda _: b"{}")], "copied", "restore"),
     "config of another size": ([config(text_config={"hidden_size": 32})], "copied", "restore"),
@@ -715,7 +719,7 @@ def is_shown(expected: str | Message, text: str) -> bool:
 @pytest.mark.parametrize("name", [*LOADED, *UNLOADABLE])
 def test_a_copy_may_be_edited_where_it_is_not_loaded_and_else_is_named_in_a_line(name, root, tmp_path, caption):
     copied = shutil.copytree(root / "out/tiny-model", tmp_path / "copied to é here" / "copied")
-    edits, *told = UNLOADABLE.get(name, (LOADED.get(name), "", ""))
+    edits, *expected = UNLOADABLE.get(name, (LOADED.get(name), "", ""))
     for edit in edits:
         edit(copied)
     code, out, err = caption(copied)
@@ -724,9 +728,9 @@ def test_a_copy_may_be_edited_where_it_is_not_loaded_and_else_is_named_in_a_line
         assert out == caption(root / "merged")[1]
         return
     assert code == DATA_REFUSED
-    said = err.splitlines()[-1]
-    assert said.startswith("m3diff caption: ")
-    assert [text for text in (str(copied), *told) if not is_shown(text, said)] == [], said
+    message = err.splitlines()[-1]
+    assert message.startswith("m3diff caption: ")
+    assert [text for text in (str(copied), *expected) if not is_shown(text, message)] == [], message
 
 
 def test_adapters_are_loaded_with_their_base_or_refused_with_the_remedy(root, tmp_path, caption):
@@ -742,7 +746,7 @@ def test_adapters_are_loaded_with_their_base_or_refused_with_the_remedy(root, tm
     damaged = [shutil.copytree(root / "adapters", tmp_path / name) for name in ("pointer", "cut")]
     pointer("tuned.safetensors")(damaged[0])
     rewritten("lora/adapter_model.safetensors", lambda _: b"cut")(damaged[1])
-    for model, base_given, told in (
+    for model, base_given, expected in (
         (folder, tmp_path, (str(tmp_path), "--base FOLDER")),
         (folder, BASE, (str(BASE), "--base FOLDER")),
         (folder, third, (str(third), PULL)),
@@ -750,6 +754,6 @@ def test_adapters_are_loaded_with_their_base_or_refused_with_the_remedy(root, tm
         (damaged[0], base, ("tuned.safetensors", PULL)),
         (damaged[1], base, ("adapter_model.safetensors", Message("models.other_digest"))),
     ):
-        code, _, said = caption(model, "--base", base_given)
+        code, _, message = caption(model, "--base", base_given)
         assert code == DATA_REFUSED
-        assert [text for text in told if not is_shown(text, said)] == [], said
+        assert [text for text in expected if not is_shown(text, message)] == [], message

@@ -68,9 +68,9 @@ def answer(request):
     try:
         if "run" in request:
             os.chdir(Path(folder).parent)
-            with redirect_stdout(io.StringIO()) as said:
+            with redirect_stdout(io.StringIO()) as output:
                 runpy.run_path(request["run"])
-            return {"said": said.getvalue().splitlines()}
+            return {"said": output.getvalue().splitlines()}
         if "load" in request:
             getattr(transformers, request["load"]).from_pretrained(folder)
             return {"loaded": True}
@@ -80,8 +80,8 @@ def answer(request):
             processor.save_pretrained(request["save"])
             return {}
         if "chat" in request:
-            asked = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-            return generated(folder, load(folder)[0].apply_chat_template(request["chat"], **asked))
+            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            return generated(folder, load(folder)[0].apply_chat_template(request["chat"], **options))
         if "pipeline" in request:
             pipe = transformers.pipeline("image-text-to-text", model=folder, trust_remote_code=True)
             return pipe(text=request["pipeline"], max_new_tokens=MAX_NEW_TOKENS, return_full_text=False)[0]
@@ -97,5 +97,5 @@ def answer(request):
 if __name__ == "__main__":
     requests, answers = map(Path, sys.argv[1:])
     missing = [name for name in sorted(HIDDEN) if importlib.util.find_spec(name) is None]
-    told = {"answers": [answer(request) for request in json.loads(requests.read_text())], "missing": missing}
-    answers.write_text(json.dumps(told, default=str))  # fields of errors may be paths
+    result = {"answers": [answer(request) for request in json.loads(requests.read_text())], "missing": missing}
+    answers.write_text(json.dumps(result, default=str))  # fields of errors may be paths

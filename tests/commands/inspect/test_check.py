@@ -10,6 +10,7 @@ import yaml
 
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.commands.inspect import check, recognise
+from m3diff.commands.inspect.reading import EMPTY_IMAGES, MISSING_IMAGES
 from m3diff.datasets import DATASETS
 from m3diff.datasets.pairs import read
 from m3diff.datasets.spec import SplitCount
@@ -163,7 +164,7 @@ def test_every_layout_is_recognised_by_its_files(tmp_path, reader):
     assert lines[0] == f"{root} looks like {reader}"
     assert lines[1].startswith(f"  licence: {spec.licence.name} (train: ")
     assert [line for line in lines if "found   " in line] == [f"  found   {file}" for file in spec.files]
-    assert any(line.endswith("of them 0 missing and 0 empty") for line in lines)
+    assert any(line.endswith("0 of them missing and 0 empty") for line in lines)
 
 
 @pytest.mark.parametrize("reader", sorted(DATASETS))
@@ -186,9 +187,9 @@ def test_missing_and_empty_images_of_a_layout_are_named(tmp_path, reader):
     images[1].write_bytes(b"")
     lines, is_sound = check(root, {})
     assert not is_sound
-    assert f"  images {len(images)}, of them 1 missing and 1 empty" in lines
-    assert lines[lines.index("  missing images: 1") + 1] == f"    {images[0]}"
-    assert lines[lines.index("  images without a byte: 1") + 1] == f"    {images[1]}"
+    assert f"  {len(images)} images, 1 of them missing and 1 empty" in lines
+    assert lines[lines.index(f"  {MISSING_IMAGES}: 1") + 1] == f"    {images[0]}"
+    assert lines[lines.index(f"  {EMPTY_IMAGES}: 1") + 1] == f"    {images[1]}"
 
 
 @pytest.mark.parametrize("reader", sorted(name for name, spec in DATASETS.items() if len(spec.files) > 1))
@@ -285,7 +286,7 @@ def test_counts_are_shown_beside_the_published_ones(tmp_path):
         "  train         2           5                 8,566      17,676  differs",
         "  val           1           1                 1,493       3,310  differs",
         "  test          1           1                 1,270       2,107  differs",
-        "  not the release of Spot-the-Diff: a part, another version, or other data in its layout",
+        "  not the published Spot-the-Diff, but a part of it, another version or other data in its layout",
     ]
 
 
@@ -302,7 +303,7 @@ def test_counts_of_a_complete_release_do_not_differ(tmp_path, monkeypatch):
     lines, _ = check(root, {})
     assert "  train         2           3                     2           3" in lines
     assert "  test          1           1                     1           ?" in lines
-    assert not any(line.endswith("  differs") or line.startswith("  not the release") for line in lines)
+    assert not any(line.endswith("  differs") or line.startswith("  not the published") for line in lines)
 
 
 def test_a_count_of_references_that_differs_is_marked(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from m3diff.commands.inspect import check
+from m3diff.commands.inspect.reading import EMPTY_IMAGES, MISSING_IMAGES, SAME_IMAGE_TWICE
 from m3diff.datasets.doubts import as_yaml
 from m3diff.records.errors import DataError, Fault
 from tests.commands.inspect.folders import (
@@ -66,7 +67,7 @@ READ = [
     numbered("llava", ("like pairs", "conversations, id: null}", "split: train")),
 ]
 
-ASKED = [
+FOLDERS_WITH_QUESTIONS = [
     FolderCase(
         "folders_that_tell_nothing",
         ("before: 'cam_l/{name}.png'", "before: 'cam_r/{name}.png'"),
@@ -157,7 +158,10 @@ REFUSED = [
     # images that are not where the rows say
     numbered(
         "missing_image",
-        ("missing images: 1", Message("check.image_of_row_is_missing", value="9.png", source="pairs.json, record 0")),
+        (
+            f"{MISSING_IMAGES}: 1",
+            Message("check.image_of_row_is_missing", value="9.png", source="pairs.json, record 0"),
+        ),
     ),
     OTHER_FOLDER("path_of_another_computer", (found_at("/mnt/x.y/a b/0.png", "a b/0.png"),)),
     OTHER_FOLDER("path_of_windows", (found_at(r"C:\data\a b\0.png", "a b/0.png"),)),
@@ -166,8 +170,8 @@ REFUSED = [
     OTHER_FOLDER("backslashes", (found_at(r"a b\0.png", "a b/0.png"),)),
     numbered("absolute_path_out_of_the_root", (Message("check.image_outside_root", value="/mnt/9.png"),)),
     numbered("capitals_in_a_name", (found_at("0.PNG", "0.png"),)),
-    numbered("one_image_on_both_sides", ("pairs of one image: 1", "0.png")),
-    numbered("image_without_a_byte", ("images without a byte: 1",)),
+    numbered("one_image_on_both_sides", (f"{SAME_IMAGE_TWICE}: 1", "0.png")),
+    numbered("image_without_a_byte", (f"{EMPTY_IMAGES}: 1",)),
 ]
 
 MENDED_BY_COMMAND = [
@@ -225,7 +229,7 @@ def test_the_printed_entry_reads_the_folder_as_it_was_checked(tmp_path, case):
     assert_ingested(root, entry["options"])
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", FOLDERS_WITH_QUESTIONS, ids=str)
 def test_a_folder_that_is_not_clear_is_asked_about(tmp_path, case):
     root = case.write(tmp_path / "raw")
     is_sound, output = check_folder(root)
@@ -234,7 +238,7 @@ def test_a_folder_that_is_not_clear_is_asked_about(tmp_path, case):
     assert not is_sound
 
 
-@pytest.mark.parametrize("case", ASKED, ids=str)
+@pytest.mark.parametrize("case", FOLDERS_WITH_QUESTIONS, ids=str)
 def test_each_printed_answer_reads_the_folder_or_leads_to_a_further_question(tmp_path, case):
     root = case.write(tmp_path / "raw")
     _, output = check_folder(root)
@@ -352,7 +356,7 @@ def test_an_absolute_path_into_the_root_is_read(tmp_path, form):
     is_sound, output = check_folder(root)
     assert is_sound, output
     assert "  ASK " not in output
-    assert "images 2, of them 0 missing" in output
+    assert "2 images, 0 of them missing" in output
     (entry,) = printed_entries(output)
     is_sound, output_with_entry = check_folder(root, entry)
     assert is_sound, output_with_entry

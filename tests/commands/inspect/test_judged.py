@@ -136,10 +136,10 @@ def test_equal_images_embedded_in_parquet_are_called_by_their_table(tmp_path):
     table = pl.DataFrame([{"before": image, "after": image, "captions": "it moved", "split": "train"}])
     table.write_parquet(tmp_path / "own" / "pairs.parquet")
     lines, sound = check(tmp_path / "own", {})
-    told = "\n".join(lines)
+    text = "\n".join(lines)
     assert not sound
-    assert "pairs.parquet, row 0: both images are" in told
-    assert "Embedded(" not in told
+    assert "pairs.parquet, row 0: both images are" in text
+    assert "Embedded(" not in text
 
 
 def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeypatch):

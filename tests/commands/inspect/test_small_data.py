@@ -162,8 +162,8 @@ def test_the_gates_dataset_without_test_pairs_is_not_accepted(without_split):
     assert not is_sound
     assert "NOT ACCEPTED" in text
     assert Message("ingest.no_test_pair", dataset="fotos", protocol="fotos/test").in_text(text)
-    other = StageLimits(EMBEDDED_LIMITS.limits, protocol="minichange/total")
-    assert look(without_split, other, fotos=entry)[1]
+    limits_of_other_dataset = StageLimits(EMBEDDED_LIMITS.limits, protocol="minichange/total")
+    assert look(without_split, limits_of_other_dataset, fotos=entry)[1]
 
 
 def test_a_training_whose_gate_has_no_test_pair_is_refused_by_validate(without_split, tmp_path, monkeypatch, capsys):

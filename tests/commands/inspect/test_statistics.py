@@ -122,8 +122,8 @@ def test_the_page_fetches_nothing_and_is_equal_for_equal_records(tmp_path):
         Image.new("RGB", (800, 400)).save(record_of["before"], exif=exif)
     write_statistics(folder)
     page = (tmp_path / "statistics.html").read_text()
-    first = re.search(r'base64,([^"]+)" alt="before"', page)[1]
-    assert Image.open(io.BytesIO(base64.b64decode(first))).size == (160, 320), "small and upright"
+    first_image = re.search(r'base64,([^"]+)" alt="before"', page)[1]
+    assert Image.open(io.BytesIO(base64.b64decode(first_image))).size == (160, 320), "small and upright"
     assert not re.search(r"https?:|<script|<link|url\(", page)
     assert page.count("data:image/webp;base64,") == 8
     write_statistics(tmp_path)

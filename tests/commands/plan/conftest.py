@@ -60,7 +60,7 @@ class ToyModel(torch.nn.Module):
     def blank_images(self, config: object, device: str) -> dict[str, torch.Tensor]:
         return {"pixels": torch.zeros(1, IMAGE_TOKENS, WIDTH, device=device)}
 
-    def forward(self, input_ids, pixels, logits_to_keep, **others) -> SimpleNamespace:
+    def forward(self, input_ids, pixels, logits_to_keep, **options) -> SimpleNamespace:
         images = self.projector(self.vision(pixels.to(self.projector.weight.dtype)).sigmoid())
         tokens = torch.cat([images, self.llm["embed"](input_ids)[:, images.shape[1] :]], dim=1)
         return SimpleNamespace(logits=self.llm["up"](tokens[logits_to_keep]))

@@ -40,12 +40,12 @@ def photographs(tmp_path):
 
 
 @pytest.fixture
-def own(photographs):
+def own_entries(photographs):
     return entries("photographs=pairs", root=photographs, options={"manifest": "pairs.json"})
 
 
-def test_the_pairs_and_captions_that_train_are_counted_without_an_image(own):
-    workload = workload_of_datasets(own, CONVERT)
+def test_the_pairs_and_captions_that_train_are_counted_without_an_image(own_entries):
+    workload = workload_of_datasets(own_entries, CONVERT)
     assert workload.counts_by_dataset == {"photographs": (48, 94)}
     assert workload.pairs_by_references == {1: 2, 2: 46}
     assert "photographs" in workload.origin
@@ -59,21 +59,21 @@ def test_the_pairs_and_captions_that_train_are_counted_without_an_image(own):
         pytest.param(MixtureSource(samples="joined"), 48, 48, id="joined"),
     ],
 )
-def test_weights_and_caps_of_convert_apply(own, source, pairs, references):
+def test_weights_and_caps_of_convert_apply(own_entries, source, pairs, references):
     convert = CONVERT.model_copy(update={"sources": {"photographs": source}})
-    assert workload_of_datasets(own, convert).counts_by_dataset == {"photographs": (pairs, references)}
+    assert workload_of_datasets(own_entries, convert).counts_by_dataset == {"photographs": (pairs, references)}
 
 
-def test_the_plan_has_their_steps(run, own, tmp_path):
-    planned = replace(run(mixture=tmp_path / "none"), entries=own, convert=CONVERT)
+def test_the_plan_has_their_steps(run, own_entries, tmp_path):
+    planned = replace(run(mixture=tmp_path / "none"), entries=own_entries, convert=CONVERT)
     plan = make_plan(planned)
     assert plan.workload.pairs == 48
     assert plan.workload.references == 94
     assert plan.steps_per_epoch == 24  # sequences of one caption, four a step
 
 
-def test_they_are_counted_beside_published_datasets(own):
-    workload = workload_of_datasets(own | entries("iedit"), CONVERT)
+def test_they_are_counted_beside_published_datasets(own_entries):
+    workload = workload_of_datasets(own_entries | entries("iedit"), CONVERT)
     assert workload.counts_by_dataset == {"photographs": (48, 94), "iedit": (3_061, 3_061)}
     assert workload.pairs_by_references == {}, "of published counts only sums are known"
     assert workload.prompt_tokens == pytest.approx(29)
@@ -88,15 +88,15 @@ def test_they_are_counted_beside_published_datasets(own):
         pytest.param(lambda folder: (folder / "pairs.json").write_text("[]"), "photographs", id="no row"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_the_reason_and_the_remedy(own, photographs, damage, reason):
+def test_what_cannot_be_read_is_named_with_the_reason_and_the_remedy(own_entries, photographs, damage, reason):
     damage(photographs)
     with raises(ParamsError, "plan.no_counts_but_unread_files", names=["photographs"]) as refused:
-        workload_of_datasets(own, CONVERT)
+        workload_of_datasets(own_entries, CONVERT)
     assert reason in str(refused.value.fields["cause"])
     assert refused.value.fault.remedy
 
 
-def test_a_mixture_of_another_run_is_not_counted_in_their_place(run, own):
-    plan = make_plan(replace(run(), entries=own, convert=CONVERT))
+def test_a_mixture_of_another_run_is_not_counted_in_their_place(run, own_entries):
+    plan = make_plan(replace(run(), entries=own_entries, convert=CONVERT))
     assert plan.workload.counts_by_dataset == {"photographs": (48, 94)}
-    assert "is of another run (a, b)" in plan.workload.origin
+    assert "another run, with a, b" in plan.workload.origin

@@ -25,7 +25,7 @@ PAPER_TFLOPS = {  # of one sequence of 1,504 tokens, forward and backward
 
 def plan_of_profile(name: str) -> Plan:
     params = load_params(REPOSITORY / "profiles" / f"{name}.yaml")
-    plan = make_plan(replace(Run.of(params), mixture=Path("none")))
+    plan = make_plan(replace(Run.from_params(params), mixture=Path("none")))
     check_fits(params.compute, plan, GPUS[params.compute.gpu_kind].memory_gb)
     return plan
 

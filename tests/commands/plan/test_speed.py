@@ -24,10 +24,10 @@ def record(folder, **changes):
 @pytest.fixture
 def timed(monkeypatch):
     """The kinds of timing that were taken."""
-    taken = []
-    monkeypatch.setattr(speed, "time_sequence", lambda *given: taken.append("sequence") or 0.5)
-    monkeypatch.setattr(speed, "time_matrix_product", lambda: taken.append("matrix product") or 0.25)
-    return taken
+    timings = []
+    monkeypatch.setattr(speed, "time_sequence", lambda *arguments: timings.append("sequence") or 0.5)
+    monkeypatch.setattr(speed, "time_matrix_product", lambda: timings.append("matrix product") or 0.25)
+    return timings
 
 
 def test_a_kind_of_gpu_computes_at_a_share_of_its_peak(plan):

@@ -13,7 +13,7 @@ from tests.errors import raises
 from tests.toy import REPOSITORY
 
 BASE = REPOSITORY / "data/00_base"
-KNOWN = ["the red ball moved", "a big star moved"]
+KNOWN_TEXTS = ["the red ball moved", "a big star moved"]
 
 
 def mixture(folder: Path, references: list[str], split: str = "train") -> Path:
@@ -23,14 +23,14 @@ def mixture(folder: Path, references: list[str], split: str = "train") -> Path:
 
 
 def test_words_of_the_base_s_own_scenes_are_known(tmp_path):
-    words = count_words(BASE, mixture(tmp_path, [*KNOWN, ""]))
+    words = count_words(BASE, mixture(tmp_path, [*KNOWN_TEXTS, ""]))
     assert words.words == 8
     assert words.spelled == 0
     assert words.warning() is None
 
 
 def test_other_words_count_as_often_as_they_occur_and_the_commonest_are_named(tmp_path):
-    references = [*KNOWN, "the villa", "the villa and the crosswalk", "villa 1234"]
+    references = [*KNOWN_TEXTS, "the villa", "the villa and the crosswalk", "villa 1234"]
     words = count_words(BASE, mixture(tmp_path, references))
     assert words.words == 16
     assert words.spelled == 4
@@ -60,13 +60,13 @@ def test_only_what_trains_is_read(tmp_path):
 
 
 def test_a_base_without_a_tokenizer_is_not_judged(tmp_path):
-    assert count_words(tmp_path, mixture(tmp_path / "mixture", KNOWN)) is None
+    assert count_words(tmp_path, mixture(tmp_path / "mixture", KNOWN_TEXTS)) is None
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with raises(DataError, "files.unreadable", path=tmp_path / "tokenizer.json"):
-        count_words(tmp_path, mixture(tmp_path / "mixture", KNOWN))
+        count_words(tmp_path, mixture(tmp_path / "mixture", KNOWN_TEXTS))
 
 
 REAL = REPOSITORY.parent / "shared" / "real" / "spot_the_diff" / "val.json"

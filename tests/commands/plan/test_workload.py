@@ -176,7 +176,7 @@ def test_the_mixture_of_another_run_is_not_counted_but_named(tmp_path):
     mixture = write_mixture(tmp_path / "mixture")
     workload = find(entries("iedit"), mixture)
     assert workload.counts_by_dataset == {"iedit": (3_061, 3_061)}
-    assert workload.origin.endswith(f"lengths estimated; {mixture} is of another run (a, b)")
+    assert workload.origin.endswith(f"lengths estimated; {mixture} belongs to another run, with a, b")
 
 
 def test_a_mixture_with_a_dataset_that_no_longer_trains_is_of_another_run(tmp_path):

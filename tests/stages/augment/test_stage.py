@@ -17,7 +17,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from m3diff.command_line.report_lines import report_lines
+from m3diff.command_line.report_lines import format_report
 from m3diff.datasets.minichange import read_scenes
 from m3diff.datasets.minichange.language import describe_scene
 from m3diff.endpoint.answers import OtherServerError
@@ -96,7 +96,7 @@ def test_equal_settings_give_equal_bytes_and_every_tried_pair_is_made_or_counted
     assert set(report.pairs) == {"train", "val", "test"}
     assert sum(report.references.values()) == sum(len(row["captions"]) for row in rows)
     assert json.loads((tmp_path / "made.json").read_text()) == report.model_dump(mode="json")
-    assert f"rows out {len(rows):,}, pairs {len(rows):,} (train " in report_lines(report)
+    assert f"rows out {len(rows):,}, pairs {len(rows):,} (train " in format_report(report)
     assert not list((tmp_path / "runs").glob("augment-*")), "nothing is left there"
     augment("made", entry(kind, raw, tmp_path / "other", seed=4), compute(tmp_path / "runs"))
     assert (kind == "neighbours") == (sha256_of_folder(tmp_path / "other") == sha256_of_folder(root))

@@ -15,12 +15,12 @@ from m3diff.endpoint.answers import OtherServerError
 from m3diff.records.errors import DataError, Fault
 from m3diff.scoring import bootstrap, run
 from m3diff.scoring.bootstrap import Interval
-from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics
+from m3diff.scoring.metrics import HEADLINE_SCORES, METRICS, Metric, MetricScores, choose_metrics
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed
-from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample
-from m3diff.scoring.pairs import ALL
+from m3diff.scoring.metrics.judge import Judge, JudgeSettings, sample_pairs
+from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
-from m3diff.scoring.results import HEADLINE, EvaluateReport, headline, score_table
+from m3diff.scoring.results import EvaluateReport, headline_scores, score_table
 from m3diff.scoring.run import compute_metrics
 from m3diff.stages.evaluate.stage import evaluate
 from tests import errors
@@ -64,7 +64,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "ROUGE-L", "CIDEr"])
     contents = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert contents == report.model_dump(mode="json")
-    assert (tmp_path / "out" / "headline.json").read_text() == json.dumps(headline(report), indent=1) + "\n"
+    assert (tmp_path / "out" / "headline.json").read_text() == json.dumps(headline_scores(report), indent=1) + "\n"
     assert contents["rows_in"] == 6
     assert contents["rows_out"] == 6
     assert list(contents["protocols"]) == [PROTOCOL]
@@ -150,7 +150,7 @@ def test_scores_of_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_
     scores = score(metrics)
     group_scores = {"a_1": None, "a_headline": None, "words": 2.0}
     groups = dict.fromkeys(("change", "multi_change", "distractors"), group_scores)
-    assert scores.groups == {ALL: group_scores | {"control": None}} | groups
+    assert scores.groups == {ALL_PAIRS: group_scores | {"control": None}} | groups
     assert scores.absent == {"a_headline": "out of words"}
     assert scores.pairs == {"a": {"column": 1.0}}
 
@@ -211,12 +211,12 @@ def test_the_headline_scores_are_those_of_each_first_protocol_times_100():
     total = report().protocols["toy/total"]
     other_protocols = report("other").protocols
     protocols = {"toy/total": total, **other_protocols, "more/all": total}
-    headlines = headline(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
+    headlines = headline_scores(EvaluateReport(stage="evaluate", rows_in=9, rows_out=6, protocols=protocols))
     assert list(headlines) == ["toy/total", "more/all"]
     assert headlines["toy/total"]["CIDEr"] == 50.0
     assert headlines["toy/total"]["change_type_accuracy"] == round(100 * total.scores["change_type_accuracy"], 2)
     assert not {"SPICE", "reversal"} & headlines["toy/total"].keys(), "absent scores are left out"
-    assert set(headlines["toy/total"]) <= set(HEADLINE)
+    assert set(headlines["toy/total"]) <= set(HEADLINE_SCORES)
     partial = {8: True, 6: False, None: False}
     assert {n: report(n=n).protocols["toy/total"].is_partial for n in partial} == partial
 
@@ -321,9 +321,9 @@ def test_without_a_judge_the_score_is_absent_and_nothing_is_asked_if_not_chosen(
 
 def test_a_sample_is_the_same_whatever_stands_beside_it_and_keeps_its_order():
     pairs = bench.pairs()
-    sampled_pairs = sample(pairs, 3)
+    sampled_pairs = sample_pairs(pairs, 3)
     assert len(sampled_pairs) == 3
-    assert sample(pairs[::-1], 3) == sampled_pairs[::-1]
+    assert sample_pairs(pairs[::-1], 3) == sampled_pairs[::-1]
     assert [pair for pair in pairs if pair in sampled_pairs] == sampled_pairs
-    assert {pair.id for pair in sample(pairs, 2)} < {pair.id for pair in sampled_pairs}
-    assert sample(pairs, 10) == pairs
+    assert {pair.id for pair in sample_pairs(pairs, 2)} < {pair.id for pair in sampled_pairs}
+    assert sample_pairs(pairs, 10) == pairs

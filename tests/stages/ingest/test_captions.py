@@ -10,7 +10,7 @@ from m3diff.datasets.odd_captions import ODD_KINDS
 from m3diff.datasets.placeholders import is_placeholder
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
-from m3diff.scoring.marks import DATA_MARKS, SUSPECT, mark_of
+from m3diff.scoring.marks import DATA_MARKS, SUSPECT, find_mark
 from m3diff.stages.ingest.captions import find_odd_captions
 from tests.datasets.test_filters import write_table
 from tests.errors import raises
@@ -96,13 +96,13 @@ PLACEHOLDERS = [
 
 @pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in ODD.items() for text in texts])
 def test_a_caption_that_no_person_wrote_has_its_kind(kind, text):
-    assert mark_of(text) == kind
+    assert find_mark(text) == kind
     assert pl.Series([text]).str.contains(SUSPECT).all(), "the fast search passes it over"
 
 
 @pytest.mark.parametrize("text", ORDINARY)
 def test_a_caption_of_a_person_has_no_mark(text):
-    assert mark_of(text) is None
+    assert find_mark(text) is None
     assert not is_placeholder(text)
 
 
