@@ -392,7 +392,7 @@ def _place_new_thing(scene: Scene, described: Thing, view: View, rng: np.random.
     On the level free, the cell is a third of the view's frame in both directions.
     """
     if scene.level == "grid":
-        occupied_cells = {item.cell for item in (*scene.things, *scene.marks)}
+        occupied_cells = {thing.cell for thing in scene.things} | {mark.cell for mark in scene.marks}
         if described.cell in occupied_cells:
             return None
         thing = sample_grid_thing(rng, described.cell, described.kind)
