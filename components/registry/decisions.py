@@ -397,10 +397,8 @@ def require_complete_record(client: MlflowClient, repository: Path, model: str) 
                 fetch_record(repository, remote)
         if not is_in_history(repository, BRANCH, commit):
             raise missing_decisions_error(repository, model, count, commit)
-        decisions = _read_up_to(repository, commit)
-        model_decisions = [decision for decision in decisions if decision.model == model]
-        # Earlier versions of m3diff counted the decisions about all models
-        if int(count) not in (len(model_decisions), len(decisions)):
+        model_decisions = [decision for decision in _read_up_to(repository, commit) if decision.model == model]
+        if int(count) != len(model_decisions):
             raise edited_tag_error(repository, model, tag)
     update_tag(client, repository, model)
 
