@@ -19,16 +19,16 @@ process runs `ingest` without an image cache, and another fresh process runs `va
 
 The peer is a stock implementation, benchmarks/peer_data.py. It does the same checks and conversion with `datasets.map`
 in one process, from the same records to the same samples. It has two modes: row by row and in batches. This checkout
-and the peer's two modes take turns in fresh processes, and each goes first in turn. The table shows each mode's time
-divided by this checkout's time, cold and warm. The peer skips visual near-duplicates, the second validation engine, the
-page, shuffling and sharding, which favours the peer. It requires the package `datasets` (extra `dev`). `--no-peer`
-leaves the peer out.
+and the peer's two modes run alternately in fresh processes, and the order changes from turn to turn. The table shows
+each mode's time divided by this checkout's time, cold and warm. The peer skips visual near-duplicates, the second
+validation engine, the page, shuffling and sharding, which favours the peer. It requires the package `datasets` (extra
+`dev`). `--no-peer` leaves the peer out.
 
 `--against` measures the checkout in FOLDER on the same files with this copy of the benchmark. Each checkout uses its
-own interpreter (FOLDER/.venv) and parameters. The checkouts take turns and alternate in going first. For each duration,
-the table shows this checkout's time divided by the other checkout's time, with a 95 % confidence interval (Student's t
-on the logarithms of the turns' ratios). `--folder` keeps both inputs for later calls. Delete the folder after changing
-the functions that write the inputs."""
+own interpreter (FOLDER/.venv) and parameters. The checkouts run alternately, and each one runs first in every other
+turn. For each duration, the table shows this checkout's time divided by the other checkout's time, with a 95 %
+confidence interval (Student's t on the logarithms of the turns' ratios). `--folder` keeps both inputs for later calls.
+Delete the folder after changing the functions that write the inputs."""
 
 import argparse
 import importlib.util
@@ -490,7 +490,7 @@ def check_same_samples(mixture: Path, samples: Path) -> None:
 
 
 def measure_by_turns(checkout: Checkout, params: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure this checkout and the peer's two modes in turns.
+    """Measure this checkout and the peer's two modes alternately.
 
     Returns:
         The median durations and the largest peak memory of this checkout. The key `peers` contains the same for each
@@ -592,7 +592,11 @@ def measure_turn(checkout: Checkout, pictures: Path, mixture: Path, warm_runs: i
 
 
 def compare(folder: Path, checkouts: Sequence[Checkout], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure two checkouts in turns on the same files. Return the first checkout's times divided by the second's."""
+    """Measure two checkouts alternately on the same files.
+
+    Returns:
+        The result of `report_ratios`: the first checkout's times divided by the second's, and all measured times.
+    """
     start = time.time()
     samples = args.sizes[-1]
     parts = write_mixture(folder / f"mixture_{samples}", samples)

@@ -62,7 +62,7 @@ class Order:
 
 
 class RecordCheck:
-    """Check records by the rules of `validate`.
+    """Checks records by the rules of `validate`.
 
     Each record must be checked exactly once, in order. If several records have the same id, only the first is valid.
     """
@@ -105,7 +105,7 @@ class RecordCheck:
 
 
 class Conversion:
-    """Convert valid records to samples in the same way as `m3diff convert`."""
+    """Converts valid records to samples in the same way as `m3diff convert`."""
 
     def __init__(self, questions: dict[str, list[str]], seed: int) -> None:
         self.questions = questions
@@ -155,22 +155,31 @@ def columns_of(rows: Sequence[Row]) -> Batch:
 
 
 def convert_by_rows(records: Dataset, check: RecordCheck, conversion: Conversion) -> Dataset:
-    """Convert with functions that take a single row. Only the last step, which adds rows, must take a batch."""
-    checked_records = records.map(lambda record: {"is_sound": check.is_sound(record)})
+    """Convert records to samples with functions that take a single record.
+
+    Only the last step takes a batch, because it returns more rows than it takes.
+    """
+
+    def check_record(record: Row) -> Row:
+        return {"is_sound": check.is_sound(record)}
+
+    def convert_record(record: Row) -> Row:
+        return {"samples": conversion.samples(record)}
+
+    def flatten_batch(batch: Batch) -> Batch:
+        return columns_of(list(chain.from_iterable(batch["samples"])))
+
+    checked_records = records.map(check_record)
     sound_records = checked_records.filter(lambda record: record["is_sound"])
-    sample_lists = sound_records.map(
-        lambda record: {"samples": conversion.samples(record)}, remove_columns=sound_records.column_names
-    )
-    return sample_lists.map(
-        lambda batch: columns_of(list(chain.from_iterable(batch["samples"]))),
-        batched=True,
-        remove_columns=["samples"],
-    )
+    sample_lists = sound_records.map(convert_record, remove_columns=sound_records.column_names)
+    return sample_lists.map(flatten_batch, batched=True, remove_columns=["samples"])
 
 
 def convert_by_batches(records: Dataset, check: RecordCheck, conversion: Conversion) -> Dataset:
-    """Convert with functions that take a batch of 1,000 rows."""
-    sound_records = records.filter(lambda batch: [check.is_sound(record) for record in rows_of(batch)], batched=True)
+    """Convert records to samples with functions that take a batch of 1,000 records."""
+
+    def check_batch(batch: Batch) -> list[bool]:
+        return [check.is_sound(record) for record in rows_of(batch)]
 
     def convert_batch(batch: Batch) -> Batch:
         samples: list[Row] = []
@@ -178,6 +187,7 @@ def convert_by_batches(records: Dataset, check: RecordCheck, conversion: Convers
             samples += conversion.samples(record)
         return columns_of(samples)
 
+    sound_records = records.filter(check_batch, batched=True)
     return sound_records.map(convert_batch, batched=True, remove_columns=sound_records.column_names)
 
 

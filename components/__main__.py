@@ -95,11 +95,6 @@ COMMANDS = {
         summary="caption and score the test split with a model behind an endpoint, without training",
         module="m3diff.command_line.zero_shot",
     ),
-    "export-llava": CommandEntry(
-        group=Group.SCORING,
-        summary="write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift",
-        module="m3diff.command_line.export_llava",
-    ),
     "caption": CommandEntry(
         group=Group.USE,
         summary="describe what changed between two images, or in many pairs; needs no server",
@@ -114,6 +109,11 @@ COMMANDS = {
         group=Group.USE,
         summary="copy the trained model: merged, only its adapters, or a folder that others load (--hub)",
         module="m3diff.command_line.export",
+    ),
+    "export-llava": CommandEntry(
+        group=Group.USE,
+        summary="write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift",
+        module="m3diff.command_line.export_llava",
     ),
     "register": CommandEntry(
         group=Group.REGISTRY,

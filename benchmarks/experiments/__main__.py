@@ -46,7 +46,7 @@ from m3diff.records.errors import Fault, ParamsError, cause_of
 from m3diff.records.files import sha256_of_folder, write_atomic
 from m3diff.runtime import prepare
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
-from m3diff.scoring.bootstrap import statistics as sums_of
+from m3diff.scoring.bootstrap import statistics as statistics_of_pairs
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params, resolve_profile
 from m3diff.settings.section import Section, faults_of_validation_error, suggest_name
@@ -270,7 +270,7 @@ def run_variants(experiment: str, cfg: Experiment, params: Params) -> dict[str, 
         models = dict(zip(seeds, runs[0].experiments, strict=True))
         results["targets"] = check_targets(cfg.targets, models, params.paths)
     results["budgets"] = {run.name: run.budget._asdict() for run in runs}
-    results["protocols"] = {protocol: table(runs, cfg.compare_with, protocol) for protocol in cfg.protocols}
+    results["protocols"] = {protocol: comparison_rows(runs, cfg.compare_with, protocol) for protocol in cfg.protocols}
     return results
 
 
@@ -317,7 +317,7 @@ def run_variant(
             raise ParamsError("experiments.protocol_not_scored", key="protocols", value=protocol, names=names)
     pairs = {}
     for protocol in cfg.protocols:
-        pairs[protocol] = sum_over_seeds([rows_of(scores, protocol) for scores in tables])
+        pairs[protocol] = sum_over_seeds([rows_of(table, protocol) for table in tables])
     return VariantRun(
         name=name,
         changes=changes,
@@ -339,18 +339,18 @@ def measure_costs(experiment: str, cfg: Experiment, params: Params, runs: list[V
     costs = {run.name: cost.measure(run.experiments[0], run.changes, cfg.protocols, params) for run in runs}
     reference_s = costs[cfg.compare_with[0]]["step_s"]
     longest_s = (1 + (cfg.equal_seconds or 0)) * reference_s
-    epochs = {
-        name: round(params.train.epochs * reference_s / variant_cost["step_s"], 3)
-        for name, variant_cost in costs.items()
-        if variant_cost["step_s"] > longest_s
-    }
+    epochs = {}
+    for name, variant_cost in costs.items():
+        step_s = variant_cost["step_s"]
+        if step_s > longest_s:
+            epochs[name] = round(params.train.epochs * reference_s / step_s, 3)
     for name, fewer_epochs in epochs.items():
         entry = cfg.variants[name] | {EPOCHS: fewer_epochs}
         runs.append(run_variant(experiment, f"{name}, equal seconds", entry, cfg, params, runs))
     return {
         "epochs": {"equal pairs": params.train.epochs, "equal seconds": epochs},
         "measured": costs,
-        "scores": {run.name: with_intervals(run.metrics[0], cfg.protocols) for run in runs},
+        "scores": {run.name: scores_with_intervals(run.metrics[0], cfg.protocols) for run in runs},
     }
 
 
@@ -365,16 +365,19 @@ def sum_over_seeds(tables: Sequence[pa.Table]) -> pa.Table:
     Args:
         tables: the statistics of each pair for each seed.
     """
-    sorted_tables = [scores.sort_by("id") for scores in tables]
+    sorted_tables = [table.sort_by("id") for table in tables]
     columns: dict[str, Any] = {"protocol": sorted_tables[0]["protocol"], "id": sorted_tables[0]["id"]}
-    for column in dict.fromkeys(statistic.column for statistic in resampled_scores(METRICS).values()):
-        parts = [sums_of(scores, column) for scores in sorted_tables]
-        if all(part is not None for part in parts):
-            columns[column] = np.sum(parts, axis=0).tolist()
+    for statistic in resampled_scores(METRICS).values():
+        column = statistic.column
+        if column in columns:
+            continue  # several scores use the same column
+        statistics = [statistics_of_pairs(table, column) for table in sorted_tables]
+        if all(values is not None for values in statistics):
+            columns[column] = np.sum(statistics, axis=0).tolist()
     return pa.table(columns)
 
 
-def table(runs: Sequence[VariantRun], compare_with: Sequence[str], protocol: str) -> list[dict[str, Any]]:
+def comparison_rows(runs: Sequence[VariantRun], compare_with: Sequence[str], protocol: str) -> list[dict[str, Any]]:
     """Return a row for each variant, with all scores that are available for every seed.
 
     A score has a mean and standard deviation over the seeds, the value for each seed, and the differences from the
@@ -387,9 +390,11 @@ def table(runs: Sequence[VariantRun], compare_with: Sequence[str], protocol: str
         seed_scores = [metrics[protocol] for metrics in run.metrics]
         cells = {}
         for score in seed_scores[0]:
-            values = numbers([scores.get(score) for scores in seed_scores])
+            values = floats_or_nothing([scores.get(score) for scores in seed_scores])
             if score not in ("pairs", "published_pairs") and values:
-                differences = {reference.name: differ(run, reference, protocol, score) for reference in references}
+                differences = {}
+                for reference in references:
+                    differences[reference.name] = gain_over_reference(run, reference, protocol, score)
                 cells[score] = over_seeds(values) | {"differences": differences}
         rows.append(
             {
@@ -403,14 +408,14 @@ def table(runs: Sequence[VariantRun], compare_with: Sequence[str], protocol: str
     return rows
 
 
-def numbers(values: Sequence[Any]) -> list[float]:
+def floats_or_nothing(values: Sequence[Any]) -> list[float]:
     """Return the values as floats if all of them are numbers, otherwise an empty list."""
     if not all(isinstance(value, int | float) for value in values):
         return []
     return [float(value) for value in values]
 
 
-def differ(run: VariantRun, reference: VariantRun, protocol: str, score: str) -> dict[str, float] | None:
+def gain_over_reference(run: VariantRun, reference: VariantRun, protocol: str, score: str) -> dict[str, float] | None:
     """Return a variant's gain over a reference variant in a score, with the gain's confidence interval.
 
     The result is None for scores that the page does not show and for scores that do not have an interval.
@@ -427,7 +432,7 @@ def differ(run: VariantRun, reference: VariantRun, protocol: str, score: str) ->
     return {"gain": run_score - reference_score, "low": interval.low, "high": interval.high}
 
 
-def with_intervals(metrics: Mapping[str, Any], protocols: Sequence[str]) -> dict[str, dict[str, Any]]:
+def scores_with_intervals(metrics: Mapping[str, Any], protocols: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return each protocol's metrics as dictionaries with the keys `score`, `low` and `high`.
 
     `low` and `high` are the bounds of the confidence interval, or None if there are too few pairs for an interval.

@@ -119,7 +119,10 @@ def main(measurement: str, *arguments: str) -> str:
 
 
 def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
-    """Return the seconds per training step with these changes to params.yaml. Startup and the end are not counted."""
+    """Return the seconds per training step with these changes to params.yaml.
+
+    The time before the first step and after the last step is not counted.
+    """
     params = load_params(PARAMS)
     cfg, settings = changed_sections(changes, params)
     steps_only = {"workers": 0, "val_pairs": 0, "caption_val_pairs": 0, "checkpoint_every_steps": 10**6}
@@ -157,12 +160,16 @@ def prepared_images(captioner: Captioner, row: Mapping[str, Any]) -> list[np.nda
 
 
 def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the share of unchanged pairs among the training references that begin with a token, by token.
+    """Return a share for each token with which a training reference of an unchanged pair begins.
 
-    Tokens that do not begin a reference of an unchanged pair are left out.
+    The share is the number of references of unchanged pairs that begin with the token, divided by the number of all
+    references that begin with it.
+
+    Args:
+        rows: records of training pairs.
     """
-    unchanged: Counter[int] = Counter()
-    changed: Counter[int] = Counter()
+    unchanged: Counter[int] = Counter()  # number of references of unchanged pairs by their first token
+    changed: Counter[int] = Counter()  # the same for changed pairs
     for row in rows:
         first_tokens = [captioner.processor.encode_reference(text)[0] for text in row["references"]]
         counter = unchanged if row["change_types"] == [NO_CHANGE] else changed
@@ -176,8 +183,9 @@ def no_change_area(
 ) -> float | None:
     """Return the area under the ROC curve for detecting unchanged pairs by the first token of the caption.
 
-    The score of a pair is the probability that the caption begins like a reference that says that nothing changed. The
-    result is None if all pairs are changed, if all pairs are unchanged, or if `shares` is empty.
+    The score of a pair is the probability that its caption begins like a reference of an unchanged pair: the sum of the
+    probabilities of the first tokens, each multiplied by the token's share. The result is None if all pairs are
+    changed, if all pairs are unchanged, or if `shares` is empty.
 
     Args:
         rows: records of test pairs.

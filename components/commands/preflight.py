@@ -25,11 +25,13 @@ from m3diff.settings.rules import missing_inputs
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 from m3diff.stages.ingest.params import HOW_TO_TEST
+from m3diff.stages.train.params import MOMENTS
 
 GIB = 2**30
 DISK_RESERVE = 1 * GIB  # disk space for the outputs of the small stages, logs and the report
 CHECKPOINTS_IN_FLIGHT = 4  # maximum number of checkpoints at the same time: a new checkpoint and three older ones
-TRAINING_COPIES = 4  # memory for CPU training, in base sizes: weights, gradients and AdamW's two moments
+# Memory for CPU training, in base sizes: weights, gradients and the optimizer's moments
+TRAINING_COPIES = 2 + len(MOMENTS)
 NVIDIA_TIMEOUT_S = 60
 
 

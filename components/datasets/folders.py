@@ -151,7 +151,7 @@ def _match_varying_words(before_names: Sequence[str], after_names: Sequence[str]
     """Match names without the words that all names in a folder share. Then match them by their numbers alone.
 
     Returns:
-        The result of each rule that applies to the names; empty if neither rule does.
+        The result of each rule that applies to the names. Empty if no rule applies.
     """
     before = FolderWords.from_names(before_names)
     after = FolderWords.from_names(after_names)
@@ -192,10 +192,14 @@ def _have_words(key_of_name: Mapping[str, Words]) -> bool:
 
 
 def _may_differ_in_a_pair(before: Words, after: Words, at_end: bool, may_add_number: bool = False) -> bool:
-    """Return True if shared words of two folders may be what distinguishes the images before from the images after.
+    """Return True if the words that all names in a folder share may differ between the names of a pair.
+
+    They may differ if they contain no numbers or equal numbers, or if their numbers can show which image of a pair is
+    before: at the end of the names, after a word for time (t1, t2), or as dates.
 
     Args:
-        before, after: the words that all names in a folder share at the beginning or the end.
+        before, after: the words that all names in the folder before, and in the folder after, share at the beginning or
+            at the end.
         at_end: whether the words are at the end of the names.
         may_add_number: whether the names in only one folder may contain a number: 1234, 1234_2.
     """
@@ -207,9 +211,15 @@ def _may_differ_in_a_pair(before: Words, after: Words, at_end: bool, may_add_num
         return may_add_number
     if order_names(" ".join(before_numbers), " ".join(after_numbers)) is None:
         return False
-    word_before_number = before[-2:-1]
-    is_time = word_before_number == after[-2:-1] and word_before_number in [(word,) for word in TIME_WORDS]
-    return at_end or is_time or (_is_date(before_numbers[0]) and _is_date(after_numbers[0]))
+    are_dates = _is_date(before_numbers[0]) and _is_date(after_numbers[0])
+    return at_end or are_dates or _follow_same_time_word(before, after)
+
+
+def _follow_same_time_word(before: Words, after: Words) -> bool:
+    """Return True if the last words of two folders follow the same word for time, such as 1 and 2 in t1 and t2."""
+    if len(before) < 2 or len(after) < 2:
+        return False
+    return before[-2] == after[-2] and before[-2] in TIME_WORDS
 
 
 def _is_date(number: str) -> bool:

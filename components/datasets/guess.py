@@ -26,7 +26,7 @@ from m3diff.records.schemas import SPLITS
 
 # Notes on the options that define how a file is divided into rows
 NOTE_OF_OPTION = {"delimiter": "its columns are separated by {!r}", "rows": "its rows are at the path {!r}"}
-MAX_COMBINATIONS = 24  # maximum number of combinations of answers; if there are more, only a selection is shown
+MAX_COMBINATIONS = 24  # maximum number of combinations of answers to show; if there are more, a selection is shown
 MAX_TASKS = 7  # a column with more distinct texts does not name tasks
 PLAIN_FIELDS = ("id", "scene", "change_types")  # columns that the reader finds by name, so no option has to name them
 # Tables that are tried first. If one of them has the documented columns, no other tables are tried
@@ -38,7 +38,7 @@ IMAGE_FIELDS = {"before", "after", "images"}
 class TableGuess:
     """A proposal of how to read a table.
 
-    options: options of the reader `pairs`, with the first answer to each doubt.
+    options: options of the reader `pairs`, including those of the first answer to each question in `doubts`.
     notes: lines about differences from a table in the documented format, and about data that are not read.
     doubts: questions that the user has to answer before the table is read.
     """
@@ -48,15 +48,19 @@ class TableGuess:
     doubts: list[Doubt] = field(default_factory=list)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return the options for each combination of answers; see `combine_answers`."""
+        """Return the options for each combination of answers to the questions; see `combine_answers`."""
         return combine_answers(self.options, self.doubts)
 
 
 def combine_answers(options: dict[str, Any], doubts: Sequence[Doubt]) -> list[dict[str, Any]]:
-    """Return the options for each combination of answers.
+    """Return the options for each combination of one answer to each question.
 
-    If there are more than `MAX_COMBINATIONS`, return the options for each single answer, combined with the first answer
-    to all other doubts.
+    If there are more than `MAX_COMBINATIONS`, return only the combinations with at most one answer that is not the
+    first answer to its question.
+
+    Args:
+        options: the options that do not depend on an answer.
+        doubts: the questions with their answers.
     """
     answers_of_doubts = [doubt.answers for doubt in doubts]
     combinations = list(islice(product(*answers_of_doubts), MAX_COMBINATIONS + 1))
@@ -72,7 +76,7 @@ def combine_answers(options: dict[str, Any], doubts: Sequence[Doubt]) -> list[di
 
 
 def _add_answers(options: dict[str, Any], answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Update the options with the options of the answers. Columns are added to the existing option `columns`."""
+    """Return the options with those of the answers added. An answer's `columns` are added to the option `columns`."""
     for answer in answers:
         columns = {**options.get("columns", {}), **answer.get("columns", {})}
         options = options | answer
@@ -84,8 +88,8 @@ def _add_answers(options: dict[str, Any], answers: Iterable[dict[str, Any]]) -> 
 def guess_table(root: Path) -> TableGuess:
     """Guess which file in a folder is the table of pairs, and how to read it.
 
-    If several files are possible, a doubt asks the user to choose. A file with a documented name and documented columns
-    is chosen without asking.
+    If several files are possible, a question asks the user to choose. A file with a documented name and documented
+    columns is chosen without asking.
 
     Raises:
         DataError: no file is a table of pairs. The error has a fault for each file that was tried.
@@ -248,7 +252,7 @@ def _describe_columns(
 
 
 def _answers_of(doubts: Sequence[Doubt]) -> list[dict[str, Any]]:
-    """Return the answers to all doubts in one list."""
+    """Return the answers to all questions in one list."""
     return list(chain.from_iterable(doubt.answers for doubt in doubts))
 
 
@@ -310,7 +314,7 @@ def _words_without_split(path: Path) -> list[str]:
 
 
 def _choose_first(answers: Sequence[dict[str, Any]], question: Fault | None) -> tuple[dict[str, Any], list[Doubt]]:
-    """Return the first answer, which maps fields to columns, and a doubt if there are several answers."""
+    """Return the first answer, which maps fields to columns, and a question if there are several answers."""
     if not answers:
         return {}, []
     if len(answers) == 1 or question is None:
@@ -319,7 +323,7 @@ def _choose_first(answers: Sequence[dict[str, Any]], question: Fault | None) -> 
 
 
 def _image_columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[Doubt]]:
-    """Return the image columns or path templates by field, and the doubts about them.
+    """Return the image columns or path templates by field, and the questions about them.
 
     Raises:
         DataError: no columns name the two images.
@@ -336,7 +340,7 @@ def _text_columns(
 ) -> tuple[dict[str, Any], list[Doubt], list[str]]:
     """Find the columns with captions and questions.
 
-    Return these columns by field, the doubts about them, and the text columns that are not read.
+    Return these columns by field, the questions to the user about them, and the text columns that are not read.
 
     Args:
         values: the first values of each column.
@@ -361,7 +365,7 @@ def _text_columns(
 
 
 def _task_doubts(path: Path, values: Mapping[str, list[Any]]) -> dict[str, Doubt]:
-    """Return a doubt for each column that names a few tasks. It asks for which task the rows describe changes."""
+    """Return a question for each column that names a few tasks: the rows of which task describe changes?"""
     doubts = {}
     for name, column in values.items():
         tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))

@@ -74,7 +74,11 @@ class CandidateColumn:
 
     @property
     def is_sure(self) -> bool:
-        """Whether all values are split names that cannot mean anything else, so that the user is not asked."""
+        """Whether the column certainly names the split, so that the user is not asked.
+
+        This is the case if all values are split names, and either the header means split, or there are at least two
+        splits and one of their names is not short.
+        """
         if not self.counts or self.other_values:
             return False
         has_long_name = not all(map(is_short_split_name, self.splits))
@@ -87,7 +91,7 @@ class CandidateColumn:
 
     @property
     def may_name_splits(self) -> bool:
-        """Whether the user has to decide if the values are splits."""
+        """Whether some values look like splits, so that the user has to decide whether they are."""
         splits = {*self.splits.values()}
         if self.has_split_header:
             return bool(splits) or self.holds_numbers
@@ -123,11 +127,11 @@ class CandidateColumn:
 class SplitChoice:
     """The result of looking for the split column.
 
-    column: the column that names the split, or None if no column does for certain.
+    column: the column that names the split. None if there is no such column, or if the user has to choose it.
     splits: the option `splits` that translates the values of the column.
     notes: lines that explain the choice.
     doubts: questions for the user.
-    occupied: columns that name or may name a split. They are not considered as captions.
+    occupied: columns that name a split or may name one. They are not read as captions.
     """
 
     column: str | None = None

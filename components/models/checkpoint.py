@@ -155,7 +155,10 @@ def _is_unedited(path: Path, digest: str) -> bool:
 
 
 def _refuse_added_weights(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if there are weights that the manifest does not list, as transformers might load them."""
+    """Raise CheckpointError if the folder has weights that the manifest does not list.
+
+    transformers might load such weights.
+    """
     for weights_folder in (folder, folder / LORA):
         for path in sorted(weights_folder.glob("[!.]*")):
             name = path.relative_to(folder).as_posix()
@@ -249,7 +252,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def folder_sha256(folder: Path, hidden: bool = True) -> str:
-    """Return a SHA-256 hex digest of the names and contents of all files in a folder, which identifies a base.
+    """Return a SHA-256 hex digest of the names and contents of all files in a folder.
+
+    Manifests record this digest of the base's folder, so that adapters are loaded only on the base that they were
+    trained on.
 
     Args:
         folder: the folder, including its subfolders.
@@ -310,8 +316,8 @@ def save_checkpoint(
 def _fits_on_base(model: Any, family: Family) -> bool:
     """Return whether adapters and the base are enough to restore the model.
 
-    This is the case if the parts that can have adapters trained only their adapters, so that their other weights are
-    still those of the base.
+    They are enough if training changed only the adapters of the parts that can have adapters. The other weights of
+    these parts are then equal to the base's weights.
     """
     return all(is_adapter(name) or family.part_of(name) not in family.lora_targets for name in trainable_names(model))
 
@@ -495,7 +501,16 @@ def _find_base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> 
 
 
 def place_on_base(folder: Path, manifest: Mapping[str, Any], base: Path) -> None:
-    """Rewrite the manifest of a copied folder with the folder's files and the new relative path to the base."""
+    """Write the manifest of a folder that was copied from a checkpoint.
+
+    The new manifest lists the files in the folder and the path from the folder to the base. All other fields are the
+    same as in `manifest`.
+
+    Args:
+        folder: the copy.
+        manifest: manifest of the checkpoint that was copied.
+        base: folder of the base.
+    """
     fields = {name: value for name, value in manifest.items() if name not in ("files", "base")}
     write_manifest(folder, **fields, base=os.path.relpath(base, folder))
 

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from m3diff.serving.authentication import access_refusal
@@ -44,42 +44,54 @@ class Server:
     """ASGI application that checks access, answers requests, counts them, and adds SECURITY_HEADERS.
 
     Args:
-        limits: the settings in the section `serve`.
+        settings: the section `serve` of the parameters.
         name: name of the registered model, which clients may use in the field `model`.
         token: the token that clients must send, or None to answer only this machine. See `access_refusal`.
     """
 
-    def __init__(self, limits: Serve, models: Models, name: str, token: str | None) -> None:
-        self.limits = limits
+    def __init__(self, settings: Serve, models: Models, name: str, token: str | None) -> None:
+        self.settings = settings
         self.models = models
         self.name = name
         self.token = token
         self.metrics = models.metrics
-        self.capacity = Capacity(limits, models.metrics)
+        self.capacity = Capacity(settings, models.metrics)
         # A single thread, so that only one request at a time needs extra memory for parsing
         self.parser = ThreadPoolExecutor(1)
-        handlers_of_get = self._handlers_of_get()
-        handlers_of_post: dict[str, Any] = {CHAT: self.complete_chat, "/caption": self.caption_pair}
-        self.paths = frozenset((*handlers_of_get, *handlers_of_post))
-        routes = [Route(path, handler, methods=["GET"]) for path, handler in handlers_of_get.items()]
-        routes += [Route(path, handler, methods=["POST"]) for path, handler in handlers_of_post.items()]
+        self.routes = self.create_routes()
         error_types: tuple[Any, ...] = (RequestRefusedError, HTTPException, ClientDisconnect, Exception)
-        self.app = Starlette(routes=routes, exception_handlers=dict.fromkeys(error_types, respond))
+        self.app = Starlette(routes=self.routes, exception_handlers=dict.fromkeys(error_types, respond))
 
-    def _handlers_of_get(self) -> dict[str, Any]:
-        """Return the handlers of `GET` requests by path. A constant response is its own handler."""
+    def create_routes(self) -> list[Route]:
+        """Return all routes of the server. A constant response is its own handler."""
         html, policy = read_page()
-        return {
-            "/": Response(html, media_type="text/html", headers={"content-security-policy": policy}),
-            "/healthz": JSONResponse({"status": "ok"}),
-            "/readyz": self.report_ready,
-            "/metrics": self.export_metrics,
-            "/examples": self.list_examples,
-            "/examples/{key}/{side}": self.send_example_image,
-            "/model": self.describe_model_card,
-            "/v1/models": self.list_models,
-            "/v1/models/{name:path}": self.describe_model,
+        page = Response(html, media_type="text/html", headers={"content-security-policy": policy})
+        handlers: dict[tuple[str, str], Any] = {
+            ("GET", "/"): page,
+            ("GET", "/healthz"): JSONResponse({"status": "ok"}),
+            ("GET", "/readyz"): self.report_ready,
+            ("GET", "/metrics"): self.export_metrics,
+            ("GET", "/examples"): self.list_examples,
+            ("GET", "/examples/{key}/{side}"): self.send_example_image,
+            ("GET", "/model"): self.describe_model_card,
+            ("GET", "/v1/models"): self.list_models,
+            ("GET", "/v1/models/{name:path}"): self.describe_model,
+            ("POST", CHAT): self.complete_chat,
+            ("POST", "/caption"): self.caption_pair,
         }
+        return [Route(path, handler, methods=[method]) for (method, path), handler in handlers.items()]
+
+    def route_label(self, scope: Scope) -> str:
+        """Return the route of a request for the metrics, such as `/examples/{key}/{side}`, or `other` if none matches.
+
+        A request with a wrong method counts for its route. The label is the route's path and not the request's, so that
+        clients cannot create any number of time series.
+        """
+        for route in self.routes:
+            match, _ = route.matches(scope)
+            if match is not Match.NONE:
+                return route.path_format
+        return "other"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -88,7 +100,7 @@ class Server:
         status = CLIENT_CLOSED_REQUEST  # replaced when a response starts
         path = scope["path"]
         headers = Headers(scope=scope)
-        upload = Upload(receive, headers, self.limits)
+        upload = Upload(receive, headers, self.settings)
 
         async def send_message(message: Message) -> None:
             """Send a message of the response. Before the first one, add SECURITY_HEADERS and discard the upload."""
@@ -99,7 +111,7 @@ class Server:
                 await upload.discard()
             await send(message)
 
-        route = path if path in self.paths else "other"
+        route = self.route_label(scope)
         try:
             refusal = access_refusal(path, headers, self.token)
             app = self.app if refusal is None else refusal.response(path)
@@ -268,7 +280,7 @@ class Server:
             )
 
         def parse_and_check() -> Asked:
-            return check_images(parse_body(body), self.limits.max_image_mpx)
+            return check_images(parse_body(body), self.settings.max_image_mpx)
 
         return await asyncio.get_running_loop().run_in_executor(self.parser, parse_and_check)
 
@@ -281,14 +293,14 @@ class Server:
             RequestRefusedError: the model did not answer in time (HTTP 503).
         """
         try:
-            async with asyncio.timeout(self.limits.answer_s):
+            async with asyncio.timeout(self.settings.answer_s):
                 return await answer
         except TimeoutError as error:
             raise RequestRefusedError(
                 status=503,
                 code="timed_out",
                 finding="no answer yet",
-                limit=f"{self.limits.answer_s:g} s for an answer (serve.answer_s)",
+                limit=f"{self.settings.answer_s:g} s for an answer (serve.answer_s)",
                 remedy="try again when the queue is shorter",
             ) from error
 

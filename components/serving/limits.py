@@ -33,10 +33,10 @@ class Upload:
             announce its size and counts as `max_bytes`.
     """
 
-    def __init__(self, receive: Receive, headers: Headers, limits: Serve) -> None:
+    def __init__(self, receive: Receive, headers: Headers, settings: Serve) -> None:
         self.receive = receive
-        self.limits = limits
-        self.max_bytes = int(limits.max_request_mb * 1e6)
+        self.settings = settings
+        self.max_bytes = int(settings.max_request_mb * 1e6)
         self.deadline = time.monotonic() + UPLOAD_S
         content_length = headers.get("content-length", "0")
         announced_bytes = int(content_length) if content_length.isdecimal() else 0
@@ -58,7 +58,7 @@ class Upload:
                 status=413,
                 code="too_large",
                 finding=f"{self.received_bytes / 1e6:.1f} MB or more",
-                limit=f"at most {self.limits.max_request_mb:g} MB a request (serve.max_request_mb)",
+                limit=f"at most {self.settings.max_request_mb:g} MB a request (serve.max_request_mb)",
                 remedy="send smaller images, or JPEG and WebP instead of PNG; base64 takes a third more than a form",
             )
         return message
@@ -100,8 +100,8 @@ class Capacity:
         reserved_bytes: memory reserved for these requests.
     """
 
-    def __init__(self, limits: Serve, metrics: Metrics) -> None:
-        self.limits = limits
+    def __init__(self, settings: Serve, metrics: Metrics) -> None:
+        self.settings = settings
         self.metrics = metrics
         self.requests = 0
         self.reserved_bytes = 0
@@ -130,7 +130,7 @@ class Capacity:
             self.metrics.queue.set(self.requests)
 
     def _require_place(self) -> None:
-        max_requests = self.limits.max_queue
+        max_requests = self.settings.max_queue
         if self.requests >= max_requests:
             raise RequestRefusedError(
                 status=429,
@@ -142,7 +142,7 @@ class Capacity:
 
     def _require_memory(self, needed_bytes: int, max_request_bytes: int) -> None:
         # One request of the maximum size must fit even if the queue is shorter than COPIES
-        max_reserved_bytes = max(self.limits.max_queue, COPIES) * max_request_bytes
+        max_reserved_bytes = max(self.settings.max_queue, COPIES) * max_request_bytes
         if self.reserved_bytes + needed_bytes > max_reserved_bytes:
             reserved_mb = self.reserved_bytes / 1e6
             raise RequestRefusedError(

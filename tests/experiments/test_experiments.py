@@ -83,7 +83,7 @@ def rows() -> list[dict]:
         variant_run("second", [plus(2), plus(3)]),
         variant_run("third", [third, third]),
     ]
-    return engine.table(runs, ["second", "first"], PROTOCOL)
+    return engine.comparison_rows(runs, ["second", "first"], PROTOCOL)
 
 
 def test_the_statistics_of_a_pair_are_summed_over_the_seeds_in_any_order_of_rows():
@@ -120,7 +120,7 @@ def test_a_score_of_a_control_has_no_difference():
     """A control scores captions of other images, so sums over the pairs do not give its score."""
     assert [score for score in page.SCORES if score not in resampled_scores(METRICS)] == ["CIDEr_shuffled"]
     runs = [variant_run("first", [BASE], CIDEr_shuffled=0.1), variant_run("second", [plus(2)], CIDEr_shuffled=1.1)]
-    rows = engine.table(runs, ["first"], PROTOCOL)
+    rows = engine.comparison_rows(runs, ["first"], PROTOCOL)
     assert rows[1]["scores"]["CIDEr_shuffled"] == over_seeds([1.1]) | {"differences": {"first": None}}
 
 
@@ -131,7 +131,7 @@ def test_a_variant_is_compared_with_the_one_of_the_same_steps():
         variant_run("a+", [plus(1)], "a"),
         variant_run("b+", [plus(7)], "b"),
     ]
-    rows = engine.table(runs, [], PROTOCOL)
+    rows = engine.comparison_rows(runs, [], PROTOCOL)
     assert [list(row["scores"]["CIDEr"]["differences"]) for row in rows] == [[], [], ["a"], ["b"]]
 
 

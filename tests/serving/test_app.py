@@ -577,7 +577,7 @@ def test_an_answer_that_takes_too_long_is_cancelled(serve, monkeypatch):
     service.run(asyncio.sleep(10 * COMPUTE_S))
     assert service.models.current.requests == 0
     assert len(captioned) < 8, "pairs whose clients are gone were captioned"
-    service.server.limits = service.cfg.model_copy(update={"answer_s": 60})
+    service.server.settings = service.cfg.model_copy(update={"answer_s": 60})
     assert service.post(CAPTION, **PAIR).status_code == 200, "the model goes on"
 
 
@@ -646,12 +646,18 @@ def test_every_answer_is_counted(serve):
     assert service.post(CAPTION, **PAIR).status_code == 200
     assert service.post(CAPTION, **form(BEFORE, b"")).status_code == 422
     service.get("/some/path/of/a/client")
+    service.get("/v1/models/m3diff/1")
+    service.get("/examples/unknown/before")
+    service.post("/examples/unknown/before")
     lines = service.get("/metrics").text.splitlines()
     for line in (
         'm3diff_requests_total{route="/caption",status="500"} 3.0',
         'm3diff_requests_total{route="/caption",status="200"} 1.0',
         'm3diff_requests_total{route="/caption",status="422"} 1.0',
         'm3diff_requests_total{route="other",status="404"} 1.0',
+        'm3diff_requests_total{route="/v1/models/{name}",status="200"} 1.0',
+        'm3diff_requests_total{route="/examples/{key}/{side}",status="404"} 1.0',
+        'm3diff_requests_total{route="/examples/{key}/{side}",status="405"} 1.0',
         'm3diff_request_seconds_count{route="/caption"} 5.0',
         "m3diff_batch_pairs_count 1.0",
         "m3diff_queue_length 0.0",

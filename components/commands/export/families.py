@@ -19,7 +19,7 @@ PROCESSOR_MODULES = {
     "m3diff.images.jpeg": "jpeg",
     "m3diff.records.contents": "contents",
     "m3diff.records.errors": "errors",
-    "m3diff.commands.export.called": "called",
+    "m3diff.commands.export.callable_processor": "called",
 }
 
 ERRORS_MODULE = "m3diff.records.errors"

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import ProcessorMixin
 
-from m3diff.commands.export.called import CallableWithPairs
+from m3diff.commands.export.callable_processor import CallableWithPairs
 from m3diff.models.blip2idc_model import Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.records.errors import ValueFault
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from m3diff.commands.export.called import CallableWithPairs
+from m3diff.commands.export.callable_processor import CallableWithPairs
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 
 # Inputs of LLaVA-OneVision that LLaVA-1.5's class does not accept

@@ -20,13 +20,13 @@ from m3diff.settings.tree import Params
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.train.job import alignment_sections
-from m3diff.stages.train.params import Train
+from m3diff.stages.train.params import MOMENTS, Train
 
 GIGA = 1e9
 TERA = 1e12
 
-# Bytes per trained parameter: the fp32 master weight with AdamW's two moments, and the fp32 gradient
-OPTIMIZER_BYTES = 12
+# Bytes per trained parameter: the fp32 master weight with the optimizer's fp32 moments, and the fp32 gradient
+OPTIMIZER_BYTES = 4 * (1 + len(MOMENTS))
 GRADIENT_BYTES = 4
 
 FROZEN = " (frozen)"  # suffix of the name of a group of frozen parameters

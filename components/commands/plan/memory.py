@@ -27,11 +27,11 @@ RECOMPUTED_LAYER = "one layer recomputed"
 def count_activations(
     model: Any, family: Family, activation_checkpointing: str, tokens: int, supervised: int
 ) -> dict[str, int]:
-    """Return the bytes that one sequence holds for the backward pass, by part of the model.
+    """Return the number of bytes that one sequence holds for the backward pass, by part of the model.
 
-    Besides the parts of the family, the result has the following keys. LOGITS counts the softmax and two gradients that
-    cross-entropy holds in fp32. BETWEEN_PARTS counts tensors created outside all parts. RECOMPUTED_LAYER, with full
-    recomputation only, is the most that one layer holds while it is recomputed.
+    Besides the parts of the family, the result has the following keys. LOGITS is the size of the softmax and the two
+    gradients that cross-entropy holds in fp32. BETWEEN_PARTS is the size of the tensors created outside all parts.
+    RECOMPUTED_LAYER, with full recomputation only, is the maximum that one layer holds while it is recomputed.
 
     Args:
         model: model on the meta device, prepared for training: with adapters and weights in the training precision.
@@ -80,11 +80,11 @@ def recomputed_layers(model: nn.Module) -> list[str]:
 
 
 def held_for_backward(model: Any, inputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
-    """Return the bytes that are alive between the forward and the backward pass, excluding inputs and weights.
+    """Return the number of bytes that are alive between the forward and backward pass, without inputs and weights.
 
     Args:
-        names: maps a module's name to the name under which its bytes are counted. Bytes of nested modules are counted
-            once, for the innermost module.
+        names: maps a module's name to the key under which the result counts its tensors. A tensor that is created in
+            nested modules is counted once, for the innermost module.
     """
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     names = {**names, head: LOGITS}
@@ -96,7 +96,10 @@ def held_for_backward(model: Any, inputs: Mapping[str, Any], names: Mapping[str,
 
 
 class StorageTracker(TorchDispatchMode):
-    """Records every storage created while this mode is active, by the name of the innermost named module that runs."""
+    """Records the size of every storage that is created while this mode is active.
+
+    A storage is recorded under the name of the innermost running module that has a name in `names`.
+    """
 
     def __init__(
         self, model: nn.Module, inputs: Mapping[str, Any], names: Mapping[str, str], module_tracker: ModuleTracker
@@ -123,7 +126,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def alive_bytes(self) -> dict[str, int]:
-        """Return the bytes of the recorded storages that have not been freed, by name."""
+        """Return the total size in bytes of the recorded storages that have not been freed, by name."""
         sizes: dict[str, int] = {}
         for reference, (name, size) in self.recorded.items():
             if not reference.expired():

@@ -37,7 +37,7 @@ SHADES: dict[str, dict[str, Color]] = {
 }
 
 # Width of the table around the frame, in frames: the sum of the domain's and the level's margin. The camera moves more
-# on the level free
+# on the level `free`
 DOMAIN_MARGINS = {"standard": 0.3, "shifted": 0.5}
 LEVEL_MARGINS = {"grid": 0.0, "free": 0.15}
 

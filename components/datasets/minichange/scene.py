@@ -4,7 +4,7 @@ A scene consists of objects on a table, a lamp and a camera. It also has a distr
 small movement of camera and light that does not count as a change. Coordinates are in frame units: the camera at rest
 sees [0, 1] x [0, 1], with x to the right and y down.
 
-OmniDiff's twelve change types on the grid:
+OmniDiff's twelve change types on the level `grid`:
 
 - *viewpoint*: the camera moves by a fifth of the frame or zooms by a factor of 1.4 or 0.72. In distractors it moves by
   at most a twentieth of that.
@@ -21,7 +21,7 @@ OmniDiff's twelve change types on the grid:
 - *ocr*: the letter or number on a sign differs.
 - *counting*: the number of dots on a die differs.
 
-On the level *free* there are six to eight objects anywhere in the frame, which may overlap and have three sizes and
+On the level `free`, there are six to eight objects anywhere in the frame, which may overlap and have three sizes and
 several textures.
 
 Places have the same nine names as on the grid. An object is "at the top" if its centre is in that third of the frame of
@@ -269,13 +269,13 @@ class SampledScenes(NamedTuple):
 class SceneSampler:
     """Samples and changes the scenes of one level.
 
-    On the level free, zoom and brightness change relative to their current values.
+    On the level `free`, zoom and brightness change relative to their current values.
 
     level: the level.
     sample_scene: samples a scene, given the kinds of objects that the scene must contain.
     are_clear: returns True if a person can see the changes between two scenes and can tell which objects they concern.
     move_distance: distance of a camera movement that a reference mentions, in frame units.
-    dark_brightness: brightness after the lamp went out. On the level free, the brightness is multiplied by it.
+    dark_brightness: brightness after the lamp went out. On the level `free`, the brightness is multiplied by it.
     attempts_per_scene: number of attempts to change a scene before another scene is sampled.
 
     Small movements, which references never mention, have these limits:
@@ -350,7 +350,10 @@ class SceneSampler:
         )
 
     def sort_by_place(self, scene: Scene) -> Scene:
-        """Sort objects and marks by place on the grid. On the level free, keep their order, which decides overlaps."""
+        """Return a scene with its objects and marks sorted by place, as on the level `grid`.
+
+        On the level `free`, return the scene as it is, because the order of its objects decides which one covers which.
+        """
         if self.level == "free":
             return scene
         things = sorted(scene.things, key=lambda thing: thing.cell)
@@ -457,7 +460,7 @@ def sample_types(
     return (main_type, *(other_types[int(index)] for index in indices))
 
 
-# The level grid
+# The level `grid`
 
 # Minimum distance of a changed object's centre from the edge of the frame in both images, in frame units
 MIN_EDGE_DISTANCE_GRID = 0.1
@@ -502,7 +505,7 @@ def _changed_things_are_in_frame(before: Scene, after: Scene, changes: list[Chan
     return True
 
 
-# The level free
+# The level `free`
 
 TEXTURES = ("plain", "striped", "banded", "chequered", "dotted")
 CLOTHS = ("weave", "checks", "planks", "dots")
@@ -609,7 +612,7 @@ def _sample_noise(rng: np.random.Generator) -> float:
 
 
 def _width(item: Thing | Mark) -> float:
-    """Return the width of an object or mark on the level free, in frame units."""
+    """Return the width of an object or mark on the level `free`, in frame units."""
     return MARK_WIDTH if isinstance(item, Mark) else WIDTHS["free"][item.size]
 
 

@@ -99,9 +99,9 @@ PATTERNS = [(clause["type"], re.compile(clause["pattern"])) for clause in langua
 
 
 def read_instruction(text: str) -> tuple[Change, ...] | None:
-    """Return the changes in a caption of MiniChange.
+    """Return the changes that an instruction asks for. Instructions have the form of MiniChange's captions.
 
-    Return None if a clause is not in MiniChange's vocabulary, or if the caption says that nothing changed. If a clause
+    Return None if a clause is not in MiniChange's vocabulary, or if the text says that nothing changes. If a clause
     does not mention an object's state before the change, such as the direction of an arrow, that state is None.
     """
     changes = []
@@ -114,7 +114,7 @@ def read_instruction(text: str) -> tuple[Change, ...] | None:
 
 
 def _read_clause(clause: str) -> Change | None:
-    """Return the change that a clause of a caption describes, or None if no pattern matches."""
+    """Return the change that a clause of an instruction describes, or None if no pattern matches."""
     for kind, pattern in PATTERNS:
         match = pattern.fullmatch(clause)
         if match is not None:
@@ -142,7 +142,7 @@ def _build_change(kind: str, words: dict[str, Any]) -> Change:
 
 
 def _convert_state(kind: str, word: str | None) -> object:
-    """Convert the word for a state in a caption to the state of an object, such as a number of dots."""
+    """Convert the word for a state in an instruction to the state of an object, such as a number of dots."""
     if word is None:
         return None
     if kind == "pose":
@@ -364,7 +364,7 @@ def _apply_change(scene: Scene, change: Change, original_view: View, rng: np.ran
 def _change_thing(thing: Thing, change_type: str, described: Thing, rng: np.random.Generator) -> Thing:
     """Return the object with the kind, colour, size and state of the description. Its position does not change.
 
-    A caption does not mention the state of a substitute, so its state is random.
+    An instruction does not mention the state of a substitute, so its state is random.
     """
     new_thing = replace(thing, kind=described.kind, color=described.color, size=described.size)
     if change_type == "substitution":
@@ -389,7 +389,7 @@ def _index_of_thing(scene: Scene, described: Thing) -> int | None:
 def _place_new_thing(scene: Scene, described: Thing, view: View, rng: np.random.Generator) -> Thing | None:
     """Return a new object that matches the description and fits into the scene, or None if its cell has no room.
 
-    On the level free, the cell is a third of the view's frame in both directions.
+    On the level `free`, the cell is a third of the view's frame in both directions.
     """
     if scene.level == "grid":
         occupied_cells = {thing.cell for thing in scene.things} | {mark.cell for mark in scene.marks}

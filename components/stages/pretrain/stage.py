@@ -417,7 +417,7 @@ def avoid_emulated_bf16() -> None:
         torch_muon._zeropower_via_newtonschulz = orthogonalize  # type: ignore[assignment]  # parameter names differ
 
 
-class Optimizer:
+class PretrainOptimizer:
     """Optimizes matrices with Muon and all other parameters with AdamW.
 
     The learning rates have a warm-up, a plateau and a cosine decay.
@@ -503,7 +503,7 @@ def _train_encoder_to_segment(architecture: Architecture, model: nn.Module, bank
         _, accuracy = loss_and_accuracy(bank.held_out_scenes(level), 1)
         return accuracy
 
-    optimizer = Optimizer(segmentation, cfg, cfg.segmentation_steps)
+    optimizer = PretrainOptimizer(segmentation, cfg, cfg.segmentation_steps)
     return _train(optimizer, ["segmentation"], batch_loss, cfg.levels, "held_out_kind_accuracy", held_out_accuracy)
 
 
@@ -534,13 +534,13 @@ def _train_model_to_describe(architecture: Architecture, model: nn.Module, bank:
         _, is_right = _loss_and_correctness(architecture, model, bank, indices, description_task, rng_of_task)
         return float(is_right.float().mean())
 
-    optimizer = Optimizer(model, cfg, cfg.steps)
+    optimizer = PretrainOptimizer(model, cfg, cfg.steps)
     names = [task.name for task in tasks]
     return _train(optimizer, names, batch_loss, cfg.levels, "held_out_scene_accuracy", held_out_accuracy)
 
 
 def _train(
-    optimizer: Optimizer,
+    optimizer: PretrainOptimizer,
     tasks: Iterable[str],
     batch_loss: Callable[[int], BatchLoss],
     levels: tuple[Level, ...],

@@ -5,7 +5,7 @@ from m3diff.settings.section import Section
 
 
 def synthesize(reader: str, settings: Section) -> None:
-    """Write a generated dataset to `settings.root`.
+    """Generate a dataset and write its images and tables to `settings.root`, in the layout that the reader reads.
 
     Args:
         reader: name of the reader whose generator is used.
@@ -15,5 +15,6 @@ def synthesize(reader: str, settings: Section) -> None:
         DataError: the root contains files that the generator did not write.
     """
     generate = DATASETS[reader].generate
+    # `check_generators` in `m3diff.settings.rules` refuses parameters with another reader
     assert generate is not None, "the parameters allow only readers that have a generator"
     generate(settings)

@@ -59,9 +59,9 @@ def build_optimizer(cfg: Train, groups: list[TrainableGroup]) -> torch.optim.Opt
     """Return the optimizer of a training run: AdamW with one parameter group for each group of `groups`.
 
     To train with another optimizer or other betas, edit this function. `take_step` sets the learning rate of each
-    parameter group before each step, and `deepspeed_config` sets the clipping of gradients. An optimizer that does not
-    keep AdamW's two moments also requires changes in two other files: in `state.py`, `MOMENTS`, `MOMENT_BY_FILE` and
-    `start_moments` save and restore the moments. `components/commands/plan/figures.py` has the bytes per parameter.
+    parameter group before each step, and `deepspeed_config` sets the clipping of gradients. If the optimizer does not
+    keep AdamW's two moments, also change `MOMENTS` in `params.py` and `start_moments` in `state.py`. The files of a
+    checkpoint and the memory that `m3diff plan` and preflight expect follow from `MOMENTS`.
     """
     parameter_groups = [{"params": group.parameters, "lr": 0.0} for group in groups]
     return torch.optim.AdamW(parameter_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)

@@ -1,6 +1,10 @@
 """Define a training worker's job, the two ways to end an attempt early, and the worker's process group.
 
-An attempt is one try at training a run. If it fails, the next attempt resumes from the newest checkpoint.
+A *run* is one training by `m3diff train`, named after the hash of everything that determines its weights. A run has one
+or two *phases*: the fine-tuning and, for some models, the alignment that precedes it. Each phase has its own
+checkpoints. An *attempt* is one try at a phase. If it fails, the next attempt resumes from the phase's newest
+checkpoint. A *job* (`Job`) contains what the workers of an attempt need: the settings and folders of the phase, and the
+attempt's number.
 
 This module has no heavy imports, because a worker unpickles its job before it imports torch.
 """
@@ -30,8 +34,8 @@ CURVES_FILE = "curves.csv"
 # File in `compute.scratch` with the speed of the last training run, which `m3diff plan` reads
 SPEED_FILE = "train_speed.json"
 
-# Files in the run's folder: the number of the newest attempt, and the request to stop
-ATTEMPT_FILE = "generation"
+# Files in the folder of a phase (`Job.run_dir`): the number of the newest attempt, and the request to stop
+ATTEMPT_FILE = "attempt"
 STOP_FILE = "stop"
 
 # Seconds between checks for a newer attempt. On a network file system, the new number may appear a few seconds late.
@@ -70,10 +74,10 @@ class DatasetFilter:
 
 @dataclass(frozen=True)
 class Job:
-    """One phase of a training run: the fine-tuning, or the alignment that precedes it for some models.
+    """What the workers need to train one phase of a run: its settings, its folders and the number of the attempt.
 
     Attributes:
-        run_dir: folder of the run's checkpoints, on storage that every worker can access.
+        run_dir: folder of the phase's checkpoints, on storage that every worker can access.
         base_sha256: digest of the base's content.
         weights: folder to load instead of the base; None loads `cfg.base`.
         datasets: datasets that the phase trains on.

@@ -16,6 +16,10 @@ FEW_STEPS = 200
 # Number of steps that the warning about too few steps recommends
 ENOUGH_STEPS = 600
 
+# The moments that the optimizer (`build_optimizer` in engine.py) keeps for each trained parameter, by their names in
+# torch's AdamW. Checkpoints store them. Preflight and `m3diff plan` compute the optimizer's memory from their number
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 # Captions with a CIDEr below this have nothing in common with their references. Good captions reach 1 on this scale
 NO_CIDER = 0.01
 

@@ -34,17 +34,13 @@ from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_man
 from m3diff.records.errors import CodedError
 from m3diff.records.files import flush_to_disk, write_atomic
 from m3diff.stages.train.job import CURVES_FILE
+from m3diff.stages.train.params import MOMENTS
 
 logger = logging.getLogger(__name__)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 # Tensor files of a checkpoint, and the moment that each file holds; None stands for the weights
-MOMENT_BY_FILE = {
-    "weights.safetensors": None,
-    "exp_avg.safetensors": "exp_avg",
-    "exp_avg_sq.safetensors": "exp_avg_sq",
-}
+MOMENT_BY_FILE: dict[str, str | None] = {"weights.safetensors": None}
+MOMENT_BY_FILE |= {f"{moment}.safetensors": moment for moment in MOMENTS}
 
 VALIDATION_FILE = "validation.json"
 FOLDER_PREFIX = "step-"
