@@ -30,7 +30,13 @@ MARK_NOTES = {
 
 
 def make_row(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
-    """Return the row for all pairs of a protocol: the number of pairs here and in papers, and scores with intervals."""
+    """Return the row for all pairs of a protocol: how many pairs this run scores and how many papers score, and scores.
+
+    The scores have intervals.
+
+    Args:
+        columns: names of the scores.
+    """
     pairs = f"{scores.pairs:,}"
     if scores.published_pairs is not None:
         pairs += f" of {scores.published_pairs:,}"
@@ -48,7 +54,11 @@ def explain_marks(rows: Sequence[TableRow]) -> list[str]:
 
 
 def choose_marks(scores: ProtocolScores) -> tuple[str, ...]:
-    """Return the marks of a protocol, for fewer pairs than in papers and for CIDEr 0 because no pair has a change."""
+    """Return the marks that warn readers about a protocol's scores. MARK_NOTES explains each mark.
+
+    PARTIAL_MARK: this run scores fewer pairs than papers do.
+    UNIFORM_MARK: CIDEr is 0 because no pair has a change, so all references are alike.
+    """
     marks = []
     if scores.is_partial:
         marks.append(PARTIAL_MARK)
@@ -64,10 +74,12 @@ def overview_table(
     descriptions: Mapping[str, str],
     notes: Sequence[str] = (),
 ) -> Table:
-    """Return the table of all protocols of all datasets.
+    """Return the table of all protocols of all datasets, with one row per protocol.
 
     Args:
-        descriptions: descriptions of the pairs that a protocol includes, by protocol.
+        columns: names of the scores to show.
+        descriptions: description of the pairs that a protocol includes, by the protocol's name.
+        notes: notes to show below the explanations of marks.
     """
     rows = []
     for name, scores in protocols.items():
@@ -76,19 +88,19 @@ def overview_table(
     return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*explain_marks(rows), *notes])
 
 
-def headline_table(report: EvaluateReport, headline_protocols: Sequence[str]) -> Table:
+def headline_table(report: EvaluateReport, main_protocols: Sequence[str]) -> Table:
     """Return the table of the scores for comparing runs, which `make run` prints.
 
     Args:
-        headline_protocols: names of the protocols to show as columns: the first protocol of each dataset.
+        main_protocols: names of the protocols to show as columns: the first protocol of each dataset.
     """
-    protocols = [report.protocols[name] for name in headline_protocols]
+    protocols = [report.protocols[name] for name in main_protocols]
     rows = []
-    for score, headline in HEADLINE_SCORES.items():
+    for score, headline_score in HEADLINE_SCORES.items():
         cells = tuple(make_cell(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols)
         if any(cell.value is not None for cell in cells):
-            rows.append(TableRow(headline.report_title, (), cells))
-    return Table("headline", ("Score", *headline_protocols), rows)
+            rows.append(TableRow(headline_score.report_title, (), cells))
+    return Table("headline", ("Score", *main_protocols), rows)
 
 
 def describe_pairs(protocol: Protocol) -> str:
@@ -141,22 +153,29 @@ def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -
 
 
 def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
-    """Return the table of pairs with exactly one change, by change type. It has accuracies if there is a grammar."""
+    """Return the table of pairs with exactly one change, with one row per change type.
+
+    It shows the accuracies of ACCURACIES that were computed, which requires a grammar, and the scores in `columns`.
+    """
     groups = scores.groups_in_folder("by_type").values()
-    accuracies = {
-        title: score for title, score in ACCURACIES.items() if any(group.get(score) is not None for group in groups)
-    }
+    accuracies = {}
+    for title, score in ACCURACIES.items():
+        if any(group.get(score) is not None for group in groups):
+            accuracies[title] = score
     titles = {f"by_type/{change_type}": change_type for change_type in types}
     rows = list(group_rows(scores, titles, [*accuracies.values(), *columns]))
     return Table(f"{file_name_of_protocol(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
 
 
 def published_table(
-    protocol: str, scores: ProtocolScores, published_rows: Sequence[PublishedRow], headline: str
+    protocol: str, scores: ProtocolScores, published_rows: Sequence[PublishedRow], ranking_score: str
 ) -> Table | None:
-    """Return a table with this run and the published results of a protocol, the best headline score first.
+    """Return a table with this run and the published results of a protocol, sorted by a score.
 
-    The best value of each column is marked. A run with fewer pairs than in papers is not part of this comparison.
+    The best value of each column is marked. If this run scores fewer pairs than papers do, its values are never marked.
+
+    Args:
+        ranking_score: score by which the rows are sorted, the highest first.
 
     Returns:
         The table, or None if there are no published results.
@@ -176,8 +195,8 @@ def published_table(
                 marks=(CHOSEN_MARK,) if row.chosen_on_test else (),
             )
         )
-    headline_column = PUBLISHED_SCORES.index(headline)
-    rows.sort(key=lambda row: -(row.cells[headline_column].value or 0.0))
+    ranking_column = PUBLISHED_SCORES.index(ranking_score)
+    rows.sort(key=lambda row: -(row.cells[ranking_column].value or 0.0))
     notes = []
     evidence = sorted({f"{row.method}: {row.chosen_on_test}" for row in published_rows if row.chosen_on_test})
     if evidence:

@@ -92,7 +92,7 @@ def summarise(
         }
         protocol_scores[protocol.name] = ProtocolScores(
             pairs=len(protocol.pairs),
-            published_pairs=protocol.rules.n,
+            published_pairs=protocol.rules.published_pairs,
             scores=dict(group_scores[ALL_PAIRS]),
             intervals=dict(intervals.get(protocol.name, {})),
             groups=groups,

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Resampled, Tools, score_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricInputs, MetricScores, Program, Resampled, score_each_group
 from m3diff.scoring.metrics.java import JavaProgram, ScorerFailed, programs_at_once
 from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_paraphrases
 from m3diff.scoring.pairs import EvalPair, Groups
@@ -195,10 +195,10 @@ def statistics_of(process: MeteorProcess) -> dict[Item, list[float]]:
     return dict(zip(process.items, statistics, strict=True))
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score pairs and groups. As in METEOR, a group's score is computed from summed statistics and is not a mean."""
-    tokens = tools.tokens
-    statistics = {pair_id: tools.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
+    tokens = inputs.tokens
+    statistics = {pair_id: inputs.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
 
     def score_group(pair_ids: list[str]) -> dict[str, float]:
         sums = np.sum([statistics[pair_id] for pair_id in pair_ids], axis=0)
@@ -226,7 +226,15 @@ def meteor(sums: np.ndarray) -> np.ndarray:
 
 
 def weigh_matches(content: np.ndarray, function: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of content and function word matches in METEOR's order, [..., matcher] -> [...]."""
+    """Return the weighted sum of matched words, [..., matcher] -> [...].
+
+    The products are added in the same order as in METEOR's Java code: first all matchers of content words, then all
+    matchers of function words. Another order could round differently.
+
+    Args:
+        content, function: numbers of matched content words and of matched function words by matcher, in the order of
+            WEIGHTS.
+    """
     total = np.zeros(content.shape[:-1])
     for matches, kind_weight in ((content, DELTA), (function, 1.0 - DELTA)):
         for matcher, matcher_weight in enumerate(WEIGHTS):
@@ -241,7 +249,7 @@ def weighted_length(words: np.ndarray, functions: np.ndarray) -> np.ndarray:
 
 METRIC = Metric(
     compute,
-    headline="METEOR",
+    main_score="METEOR",
     scores=("METEOR",),
     columns={"METEOR": "double", "METEOR_statistics": "list<double>"},
     resampled={"METEOR": Resampled("METEOR_statistics", meteor)},

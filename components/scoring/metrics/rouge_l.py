@@ -5,15 +5,15 @@ Recall is weighted 1.2 times. The best precision and the best recall may come fr
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, Tools, mean_of, score_each_group
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, mean_of, score_each_group
 from m3diff.scoring.pairs import EvalPair, Groups
 
 BETA = 1.2
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score the pairs. The score of a group is the mean over its pairs."""
-    tokens = tools.tokens
+    tokens = inputs.tokens
     pair_scores = {
         pair_id: rouge_l(prediction, tokens.references[pair_id]) for pair_id, prediction in tokens.predictions.items()
     }
@@ -63,7 +63,7 @@ def common_subsequence(positions: dict[str, int], length: int, words: list[str])
 
 METRIC = Metric(
     compute,
-    headline="ROUGE-L",
+    main_score="ROUGE-L",
     scores=("ROUGE-L",),
     columns={"ROUGE-L": "double"},
     resampled={"ROUGE-L": mean_of("ROUGE-L")},
