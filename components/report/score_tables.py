@@ -37,12 +37,12 @@ def make_row(name: str, scores: ProtocolScores, columns: Iterable[str]) -> Table
     Args:
         columns: names of the scores.
     """
-    pairs = f"{scores.pairs:,}"
+    pair_counts = f"{scores.pairs:,}"
     if scores.published_pairs is not None:
-        pairs += f" of {scores.published_pairs:,}"
+        pair_counts += f" of {scores.published_pairs:,}"
     return TableRow(
         name=name,
-        labels=(pairs,),
+        labels=(pair_counts,),
         cells=tuple(make_cell(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
         marks=choose_marks(scores),
     )
@@ -114,17 +114,20 @@ def describe_pairs(protocol: Protocol) -> str:
 
 def describe_rules(protocol: Protocol, counts_characters: bool) -> str:
     """Describe the rules of a protocol in sentences."""
-    pairs = describe_pairs(protocol)
-    references = "all references of its pair"
+    pairs_in_words = describe_pairs(protocol)
+    references_in_words = "all references of its pair"
     if protocol.references == "joined":
-        references = "the references of its pair, joined into one text"
-    sentences = [f"{pairs[0].upper()}{pairs[1:]}.", f"Each caption is compared with {references}."]
+        references_in_words = "the references of its pair, joined into one text"
+    sentences = [
+        f"{pairs_in_words[0].upper()}{pairs_in_words[1:]}.",
+        f"Each caption is compared with {references_in_words}.",
+    ]
     if protocol.max_words:
         sentences.append(f"All texts are truncated after {protocol.max_words} words.")
     if counts_characters:
         sentences.append("In scripts without spaces between words, each character counts as a word.")
-    tokenizer = "by the PTB tokenizer" if protocol.tokenizer == "ptb" else "only at white space"
-    sentences.append(f"Texts are split into words {tokenizer}.")
+    tokenizer_in_words = "by the PTB tokenizer" if protocol.tokenizer == "ptb" else "only at white space"
+    sentences.append(f"Texts are split into words {tokenizer_in_words}.")
     return " ".join(sentences)
 
 
@@ -182,7 +185,7 @@ def published_table(
     """
     if not published_rows:
         return None
-    published_pairs = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
+    published_pairs_label = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
     row_of_this_run = make_row("this run", scores, PUBLISHED_SCORES)
     rows = [row_of_this_run._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
     notes_on_this_run = explain_marks(rows)
@@ -190,7 +193,7 @@ def published_table(
         rows.append(
             TableRow(
                 name=row.method,
-                labels=(row.venue, published_pairs),
+                labels=(row.venue, published_pairs_label),
                 cells=tuple(map(Cell, row.scores.values())),
                 marks=(CHOSEN_MARK,) if row.chosen_on_test else (),
             )

@@ -59,7 +59,7 @@ class ProtocolScores(BaseModel):
 
     @property
     def is_partial(self) -> bool:
-        """Whether fewer pairs are scored than in papers."""
+        """Whether this run scores fewer pairs than papers do."""
         return self.published_pairs is not None and self.pairs < self.published_pairs
 
 

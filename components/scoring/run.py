@@ -102,7 +102,7 @@ def compute_metrics(
         if protocol.counts_characters:
             scores[protocol.name] |= explain_absent_word_scores(metrics)
     return {
-        protocol.name: merge(list_metrics_of_protocol(metrics, protocol), protocol.groups, scores[protocol.name])
+        protocol.name: merge_scores(list_metrics_of_protocol(metrics, protocol), protocol.groups, scores[protocol.name])
         for protocol in protocols
     }
 
@@ -185,13 +185,13 @@ def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict
         protocols_by_rules.setdefault(rules, []).append(protocol)
     tokens_by_protocol = {}
     for rules, protocols_of_rules in protocols_by_rules.items():
-        tokens = tokenise_texts(texts_of(protocols_of_rules), rules, limit_s)
+        tokens = tokenise_texts(collect_texts(protocols_of_rules), rules, limit_s)
         for protocol in protocols_of_rules:
-            tokens_by_protocol[protocol.name] = tokens_of_pairs(protocol.pairs, tokens)
+            tokens_by_protocol[protocol.name] = look_up_tokens(protocol.pairs, tokens)
     return tokens_by_protocol
 
 
-def texts_of(protocols: Iterable[ProtocolPairs]) -> list[str]:
+def collect_texts(protocols: Iterable[ProtocolPairs]) -> list[str]:
     """Return all texts to tokenise: predictions, references, and captions of the shuffled control."""
     texts = []
     for protocol in protocols:
@@ -217,8 +217,8 @@ def split_at_spaces(texts: Iterable[str]) -> dict[str, str]:
     return {text: sanitise(text) for text in texts}
 
 
-def tokens_of_pairs(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:
-    """Look up the tokens of the pairs' captions.
+def look_up_tokens(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:
+    """Return the tokens of the captions of some pairs.
 
     Args:
         tokens: text -> its tokens, joined by spaces.
@@ -234,7 +234,7 @@ def tokens_of_pairs(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tok
     return Tokens(references, predictions, shuffled or None)
 
 
-def merge(metrics: Mapping[str, Metric], groups: Groups, scores: Mapping[str, MetricScores]) -> MetricScores:
+def merge_scores(metrics: Mapping[str, Metric], groups: Groups, scores: Mapping[str, MetricScores]) -> MetricScores:
     """Merge the scores of all metrics, in the order of the metrics. A score that was not computed is None.
 
     Args:

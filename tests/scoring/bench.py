@@ -24,7 +24,7 @@ from m3diff.scoring.metrics import METRICS, MetricInputs, MetricScores, Tokens
 from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
 from m3diff.scoring.protocols import select_protocols
 from m3diff.scoring.results import EvaluateReport, score_table, summarise
-from m3diff.scoring.run import merge
+from m3diff.scoring.run import merge_scores
 from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
@@ -197,7 +197,7 @@ def evidence(root, pairs, specs=None, with_grammar=True, intervals=None, **score
     parsed = parse(pairs) if with_grammar else {}
     numbers = {pair.id: float(number) for number, pair in enumerate(pairs)}
     scores_by_protocol = {
-        protocol.name: merge(metrics, protocol.groups, fixed_scores(protocol, numbers, parsed, scores))
+        protocol.name: merge_scores(metrics, protocol.groups, fixed_scores(protocol, numbers, parsed, scores))
         for protocol in protocols
     }
     return Evidence(

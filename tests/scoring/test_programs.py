@@ -377,12 +377,12 @@ def test_an_identical_reference_that_does_not_match_in_whole_is_no_answer(tmp_pa
 def test_items_are_shared_out_by_length_and_each_once():
     items: list[Item] = [(f"{'word ' * (number % 7)}{number}", ("x",)) for number in range(100)]
     items += [(f"it 's {number}", ("x",)) for number in range(10)]
-    parts = meteor.share_out(items, 4)
+    parts = meteor.divide_by_time(items, 4)
     assert sorted(item for part in parts for item in part) == sorted(items)
     costs = [sum(len(item[0]) * (3 if meteor.needs_normalising(item) else 1) for item in part) for part in parts]
     assert max(costs) < 1.3 * min(costs)
     assert [any(map(meteor.needs_normalising, part)) for part in parts] == [False, False, False, True]
-    assert meteor.share_out([], 1) == []
+    assert meteor.divide_by_time([], 1) == []
 
 
 ENDS = {"dies": "echo no room >&2; exit 1", "is killed": "kill -9 $$", "says too little": "exit 0"}

@@ -97,8 +97,8 @@ def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> Metr
     if unreadable_share is None:
         absent = {METRIC.main_score: NO_GRAMMAR}
     elif not is_judged:
-        percentage = f"{100 * unreadable_share:.0f} % of the captions"
-        reason = f"the grammar does not know the words of {percentage}, so nothing can be read from them"
+        unreadable_captions = f"{100 * unreadable_share:.0f} % of the captions"
+        reason = f"the grammar does not know the words of {unreadable_captions}, so nothing can be read from them"
         absent = {score: reason for score in METRIC.overall if score != "unreadable"}
     return MetricScores(scores, pair_scores, absent)
 

@@ -131,8 +131,8 @@ def sample_pairs(pairs: list[EvalPair], count: int) -> list[EvalPair]:
 
     Pairs are chosen by the hash of their ids, so every run judges the same pairs.
     """
-    by_hash = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
-    sampled_ids = {pair.id for pair in by_hash[:count]}
+    sorted_pairs = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
+    sampled_ids = {pair.id for pair in sorted_pairs[:count]}
     return [pair for pair in pairs if pair.id in sampled_ids]
 
 

@@ -26,7 +26,11 @@ def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> Metr
 
 
 def rouge_l(prediction: str, references: list[str]) -> float:
-    """Return the ROUGE-L of a prediction. Words are joined by single spaces. An empty caption is one empty word."""
+    """Return the ROUGE-L of a prediction.
+
+    Args:
+        prediction, references: tokens joined by single spaces. An empty caption counts as one empty word.
+    """
     words = prediction.split(" ")
     positions: dict[str, int] = {}  # word -> integer whose bits are the positions of the word
     for position, word in enumerate(words):
