@@ -231,7 +231,7 @@ def own_scores(captions: Captions) -> Scores:
         for name, prediction in captions.predictions.items()
     ]
     metrics = choose_metrics(["CIDEr", "METEOR", "ROUGE-L", "BLEU"])
-    protocol = ProtocolPairs("captions", Protocol("test", n=None), pairs)
+    protocol = ProtocolPairs("captions", Protocol("test", None), pairs)
     scores = compute_metrics(metrics, [protocol], {}, None, LIMIT_S)[protocol.name]
     assert set(scores.absent) == {"CIDEr_shuffled"}, scores.absent
     corpus: dict[str, Any] = {

@@ -120,12 +120,12 @@ class ZeroShotResult(NamedTuple):
             if ids:
                 answers = f"{len(ids):,} of {test_pairs:,} answers were {kind}"
                 lines.append(f"{answers} and are scored as an empty caption: {list_ids(ids)}")
-        for protocol, main_scores in headline_scores(self.scores_report).items():
+        for protocol, percentages in headline_scores(self.scores_report).items():
             protocol_scores = self.scores_report.protocols[protocol]
             coverage = ""
             if protocol_scores.is_partial:
                 coverage = f" ({protocol_scores.pairs:,} of {protocol_scores.published_pairs:,} pairs)"
-            lines.append(f"{protocol}{coverage}, times 100: {format_scores(main_scores)}")
+            lines.append(f"{protocol}{coverage}, times 100: {format_scores(percentages)}")
             dataset = protocol.partition("/")[0]
             for row in published_rows(dataset):
                 if row.method in ZERO_SHOT_METHODS:

@@ -73,7 +73,9 @@ SPEC = spec.DatasetSpec(
     task="birds",
     published=(PUBLISHED,),
     protocols=(
-        spec.Protocol("test", n=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"),
-        spec.Protocol("whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source=IDC_SOURCE),
+        spec.Protocol(
+            "test", published_pairs=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"
+        ),
+        spec.Protocol("whitespace", published_pairs=PUBLISHED.test.pairs, tokenizer="whitespace", source=IDC_SOURCE),
     ),
 )

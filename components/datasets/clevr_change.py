@@ -18,7 +18,6 @@ numbers in `splits.json`, and folders are never listed.
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from m3diff.datasets import spec
 from m3diff.datasets.files import read_json
@@ -74,10 +73,7 @@ def _read_types(path: Path) -> dict[str, list[str]]:
 PUBLISHED = spec.Published(
     "clevr_change", "CLEVR-Change", spec.SplitCount(67_660), spec.SplitCount(3_976), spec.SplitCount(7_970)
 )
-SCORING: dict[str, Any] = {
-    "metrics": spec.METRICS_WITH_SPICE,
-    "source": "Seth-Park/RobustChangeCaptioning: evaluate.py",
-}
+SOURCE_OF_PROTOCOLS = "Seth-Park/RobustChangeCaptioning: evaluate.py"
 IDS_WITH_CHANGE = r"\d+\.png"
 CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 SPEC = spec.DatasetSpec(
@@ -90,17 +86,26 @@ SPEC = spec.DatasetSpec(
     published=(PUBLISHED,),
     references=493_735,
     protocols=(
-        spec.Protocol("total", n=PUBLISHED.test.pairs, **SCORING),
+        spec.Protocol("total", published_pairs=PUBLISHED.test.pairs, source=SOURCE_OF_PROTOCOLS),
         spec.Protocol(
-            "semantic", n=PUBLISHED.test.pairs // 2, ids=IDS_WITH_CHANGE, pairs="pairs with a change", **SCORING
+            "semantic",
+            published_pairs=PUBLISHED.test.pairs // 2,
+            ids=IDS_WITH_CHANGE,
+            pairs="pairs with a change",
+            source=SOURCE_OF_PROTOCOLS,
         ),
         spec.Protocol(
             "distractor",
-            n=PUBLISHED.test.pairs // 2,
+            published_pairs=PUBLISHED.test.pairs // 2,
             ids=r"\d+\.png_n",
             pairs="pairs without a change",
-            **SCORING,
+            source=SOURCE_OF_PROTOCOLS,
         ),
-        *(spec.Protocol(name, n=797, ids=IDS_WITH_CHANGE, change_types=(name,), **SCORING) for name in CHANGE_TYPES),
+        *(
+            spec.Protocol(
+                name, published_pairs=797, ids=IDS_WITH_CHANGE, change_types=(name,), source=SOURCE_OF_PROTOCOLS
+            )
+            for name in CHANGE_TYPES
+        ),
     ),
 )

@@ -53,5 +53,5 @@ SPEC = spec.DatasetSpec(
     read=read,
     files=("captions.json", "split.json"),
     published=(PUBLISHED,),
-    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.METRICS_WITH_SPICE, source=DIRL),),
+    protocols=(spec.Protocol("test", published_pairs=PUBLISHED.test.pairs, source=DIRL),),
 )

@@ -50,5 +50,5 @@ SPEC = DatasetSpec(
     files=tuple(FILES.values()),
     task="edit",
     published=(PUBLISHED,),
-    protocols=(Protocol("test", n=None),),
+    protocols=(Protocol("test", published_pairs=None),),
 )

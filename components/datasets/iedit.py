@@ -55,5 +55,5 @@ SPEC = spec.DatasetSpec(
     files=tuple(FILES.values()),
     task="edit",
     published=(PUBLISHED,),
-    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, metrics=spec.METRICS_WITH_SPICE, source=LANGEVAL),),
+    protocols=(spec.Protocol("test", published_pairs=PUBLISHED.test.pairs, source=LANGEVAL),),
 )

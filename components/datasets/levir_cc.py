@@ -92,8 +92,8 @@ SPEC = DatasetSpec(
     files=("LevirCCcaptions.json",),
     published=(PUBLISHED,),
     protocols=(
-        Protocol("total", n=PUBLISHED.test.pairs, tokenizer="whitespace", source=CCEXPERT),
-        Protocol("change", n=964, change_types=(CHANGE,), tokenizer="whitespace", source=RSICC),
-        Protocol("no_change", n=965, change_types=(NO_CHANGE,), tokenizer="whitespace", source=RSICC),
+        Protocol("total", published_pairs=PUBLISHED.test.pairs, tokenizer="whitespace", source=CCEXPERT),
+        Protocol("change", published_pairs=964, change_types=(CHANGE,), tokenizer="whitespace", source=RSICC),
+        Protocol("no_change", published_pairs=965, change_types=(NO_CHANGE,), tokenizer="whitespace", source=RSICC),
     ),
 )

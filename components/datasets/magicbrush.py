@@ -96,5 +96,5 @@ SPEC = DatasetSpec(
     files=(*FILES.values(), f"test/{SESSIONS}"),
     task="edit",
     never_train=("val",),
-    protocols=(Protocol("test", n=None),),
+    protocols=(Protocol("test", published_pairs=None),),
 )

@@ -81,5 +81,5 @@ SPEC = DatasetSpec(
     read=read,
     files=tuple(f"data/{part}.json" for part in PARTS.values()),
     task="statement",
-    protocols=(Protocol("test", n=None),),
+    protocols=(Protocol("test", published_pairs=None),),
 )

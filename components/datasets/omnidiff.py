@@ -73,7 +73,7 @@ SPEC = spec.DatasetSpec(
     task="detail",
     published=(REAL, RENDER),
     protocols=(
-        spec.Protocol("real", n=REAL.test.pairs, part=REAL.part, source=PAPER),
-        spec.Protocol("render", n=RENDER.test.pairs, part=RENDER.part, source=PAPER),
+        spec.Protocol("real", published_pairs=REAL.test.pairs, part=REAL.part, source=PAPER),
+        spec.Protocol("render", published_pairs=RENDER.test.pairs, part=RENDER.part, source=PAPER),
     ),
 )

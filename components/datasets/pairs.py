@@ -535,5 +535,5 @@ SPEC = DatasetSpec(
     licence=Licence.of("the owner's", None, PERMISSION),
     read=read,
     files=("pairs.csv",),
-    protocols=(Protocol("test", n=None),),
+    protocols=(Protocol("test", published_pairs=None),),
 )

@@ -233,16 +233,16 @@ class Published:
         return {"train": self.train.pairs, "val": self.val.pairs, "test": self.test.pairs}
 
 
-# Metrics for benchmarks on which papers also report SPICE
-METRICS_WITH_SPICE = ("BLEU", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
-
-
 @dataclass(frozen=True)
 class Protocol:
-    """The pairs, references and metrics with which papers score a dataset. The first protocol is the main one."""
+    """The pairs and references with which papers score a dataset. The first protocol is the main one.
+
+    Every protocol has the same metrics. `evaluate` computes those in `evaluate.metrics`, and `m3diff score` those that
+    its inputs allow.
+    """
 
     name: str
-    n: int | None  # number of pairs that papers score; None if no paper scores them
+    published_pairs: int | None  # number of pairs that papers score; None if no paper scores them
     part: str | None = None  # `part` of the counts in `DatasetSpec.published`; None if the dataset has only one part
     ids: str = ".*"  # regular expression for the names of pairs, without the dataset's name
     pairs: str = ""  # description of the pairs; empty if `ids` and `change_types` select all pairs
@@ -250,8 +250,7 @@ class Protocol:
     references: Literal["all", "joined"] = "all"  # all references separately, with empty ones, or joined by ". "
     max_words: int | None = None  # number of words after which predictions and references are cut off
     tokenizer: Literal["ptb", "whitespace"] = "ptb"
-    metrics: tuple[str, ...] = ("BLEU", "METEOR", "ROUGE-L", "CIDEr")
-    headline: str = "CIDEr"
+    ranking_score: str = "CIDEr"  # score by which tables of published results are sorted
     source: str | None = None  # paper or program that defines the protocol; None if this project defines it
 
 

@@ -54,7 +54,6 @@ PUBLISHED = spec.Published(
     spec.SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )
 CLIP4IDC = "sushizixin/CLIP4IDC: gt/spot_total_change_captions_reformat.json; OmniDiff (arXiv 2503.11093)"
-SCORING: dict[str, Any] = {"n": PUBLISHED.test.pairs, "metrics": spec.METRICS_WITH_SPICE}
 SPEC = spec.DatasetSpec(
     title="Spot-the-Diff",
     page="https://github.com/harsh19/spot-the-diff",
@@ -64,9 +63,13 @@ SPEC = spec.DatasetSpec(
     files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
     published=(PUBLISHED,),
     protocols=(
-        spec.Protocol("single-change", source=CLIP4IDC, **SCORING),
+        spec.Protocol("single-change", published_pairs=PUBLISHED.test.pairs, source=CLIP4IDC),
         spec.Protocol(
-            "multi-change", references="joined", max_words=60, source="tuyunbin/CARD: spot-the-diff", **SCORING
+            "multi-change",
+            published_pairs=PUBLISHED.test.pairs,
+            references="joined",
+            max_words=60,
+            source="tuyunbin/CARD: spot-the-diff",
         ),
     ),
 )

@@ -130,5 +130,5 @@ SPEC = spec.DatasetSpec(
     ),
     task="edit",
     published=(PUBLISHED,),
-    protocols=(spec.Protocol("test", n=PUBLISHED.test.pairs, source=BLIP2IDC),),
+    protocols=(spec.Protocol("test", published_pairs=PUBLISHED.test.pairs, source=BLIP2IDC),),
 )

@@ -355,7 +355,7 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
     """Log the scores in `metrics.json` and in `headline.json` next to it.
 
     Nested scores are logged as `part/score`, and the scores of a protocol as `dataset/protocol/score`. Values that are
-    null or not numbers are left out. The main scores in `headline.json`, which are multiplied by 100 as in papers, are
+    null or not numbers are left out. The scores in `headline.json`, which are multiplied by 100 as in papers, are
     logged as `x100/dataset/protocol/score`. Characters that MLflow does not allow in names are replaced by underscores.
     """
     report = json.loads(metrics.read_text())

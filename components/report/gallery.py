@@ -91,12 +91,12 @@ def build_gallery(
 
 
 def list_number_columns(metrics: Mapping[str, Metric]) -> list[str]:
-    """Return the columns of scores.parquet that contain one number per pair, the headline scores first."""
-    headline_scores = {metric.headline for metric in metrics.values()}
+    """Return the columns of scores.parquet that contain one number per pair, the main scores of the metrics first."""
+    main_scores = {metric.main_score for metric in metrics.values()}
     columns: list[str] = []
     for metric in metrics.values():
         columns += [name for name, arrow_type in metric.columns.items() if arrow_type in NUMBER_TYPES]
-    return sorted(columns, key=lambda name: name not in headline_scores)
+    return sorted(columns, key=lambda name: name not in main_scores)
 
 
 def make_pair_entry(pair: EvalPair, runs: Sequence[RunPairs], columns: Sequence[str]) -> dict[str, Any]:

@@ -75,15 +75,16 @@ def list_model_facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def list_training_facts(settings: Mapping[str, Any], report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield facts about the training: length, alignment phase if there was one, parameters, and exported step."""
-    steps = format_count(report["steps"], "step")
-    captions = format_count(report["rows_out"], "caption")
-    epochs = "1 epoch" if settings["epochs"] == 1 else f"{settings['epochs']:g} epochs"
+    steps_in_words = format_count(report["steps"], "step")
+    captions_in_words = format_count(report["rows_out"], "caption")
+    epochs_in_words = "1 epoch" if settings["epochs"] == 1 else f"{settings['epochs']:g} epochs"
     batch = settings["global_batch"]
-    yield "Training", f"{steps} of {batch} sequences ({epochs}, {captions}), seed {settings['seed']}"
+    length = f"{steps_in_words} of {batch} sequences ({epochs_in_words}, {captions_in_words})"
+    yield "Training", f"{length}, seed {settings['seed']}"
     if alignment := report.get("alignment"):
-        steps_before = format_count(alignment["steps"], "step")
-        captions_before = format_count(alignment["captions"], "caption")
-        yield "Alignment before it", f"{steps_before} ({captions_before})"
+        alignment_steps = format_count(alignment["steps"], "step")
+        alignment_captions = format_count(alignment["captions"], "caption")
+        yield "Alignment before it", f"{alignment_steps} ({alignment_captions})"
     lora = settings.get("lora", {})
     adapters = f"; LoRA of rank {lora['rank']}, alpha {lora['alpha']}" if lora.get("rank") else ""
     trained_parameters = format_millions(report["parameters_trainable"])

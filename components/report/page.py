@@ -33,7 +33,7 @@ from m3diff.report.verdict import judge_learning_by_scores
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import ParsedCaption, change_type_order
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
-from m3diff.scoring.protocols import ProtocolPairs, select_headline_protocols
+from m3diff.scoring.protocols import ProtocolPairs, select_main_protocols
 from m3diff.scoring.published import find_published_rows
 from m3diff.scoring.results import EvaluateReport, ProtocolScores
 
@@ -103,8 +103,8 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
         scores=evidence.pair_scores,
         parsed=evidence.parsed,
     )
-    main_protocol = evidence.protocols[0]
-    headline_protocols = select_headline_protocols(evidence.protocols)
+    first_protocol = evidence.protocols[0]
+    main_protocols = select_main_protocols(evidence.protocols)
     parts = describe_protocols(evidence, columns)
     gallery = build_gallery([run], evidence.metrics, rights, saliency, images, embedded_mb * MB)
     descriptions = {protocol.name: describe_pairs(protocol.rules) for protocol in evidence.protocols}
@@ -115,23 +115,23 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
         report=evidence.report,
         origin=origin,
         trainings=[draw_phase(training) for training in trainings],
-        verdict=judge_learning_by_scores(headline_protocols, scores, last_training, origin.base),
-        headline_table=headline_table(evidence.report, [protocol.name for protocol in headline_protocols]),
+        verdict=judge_learning_by_scores(main_protocols, scores, last_training, origin.base),
+        headline_table=headline_table(evidence.report, [protocol.name for protocol in main_protocols]),
         datasets=list(dict.fromkeys(protocol.dataset for protocol in evidence.protocols)),
-        main_scores=scores[main_protocol.name],
-        columns=columns.headline_scores,
+        first_scores=scores[first_protocol.name],
+        columns=columns.main_scores,
         percentage_titles=percentage_titles(),
-        overview=overview_table(scores, columns.headline_scores, descriptions, evidence.notes),
+        overview=overview_table(scores, columns.main_scores, descriptions, evidence.notes),
         parts=parts,
-        published=[part for part in parts if part["published"] and part["is_headline"]],
-        confusion=confusion_table(judged_captions(evidence, main_protocol)),
+        published=[part for part in parts if part["published"] and part["is_main_protocol"]],
+        confusion=confusion_table(judged_captions(evidence, first_protocol)),
         gallery=gallery | {"first": FIRST_CARDS},
         gallery_title="All pairs",
         gallery_note="All test pairs with the captions of the model. Open a pair to slide between its images.",
         image_rights=rights,
         has_saliency=bool(saliency),
-        absent_scores=absent_scores(headline_protocols, scores),
-        control_pairs=sum(pair.shuffled_prediction is not None for pair in main_protocol.pairs),
+        absent_scores=absent_scores(main_protocols, scores),
+        control_pairs=sum(pair.shuffled_prediction is not None for pair in first_protocol.pairs),
         fewest_pairs=bootstrap.MIN_PAIRS,
         few_pairs=[name for name, values in scores.items() if values.pairs < bootstrap.MIN_PAIRS],
     )
@@ -140,9 +140,9 @@ def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str,
 def percentage_titles() -> dict[str, str]:
     """Return the scores that are shown as percentages at the top of the page, with their titles."""
     titles = {}
-    for score, headline in HEADLINE_SCORES.items():
-        if headline.tile_title is not None:
-            titles[score] = headline.tile_title
+    for score, headline_score in HEADLINE_SCORES.items():
+        if headline_score.tile_title is not None:
+            titles[score] = headline_score.tile_title
     return titles
 
 
@@ -154,9 +154,9 @@ def judged_captions(evidence: Evidence, protocol: ProtocolPairs) -> list[ParsedC
 
 
 class AbsentScore(NamedTuple):
-    """A score that is missing for one or more headline protocols, with the reason.
+    """A score that is missing for one or more main protocols, with the reason.
 
-    protocols: names of the protocols without the score. Empty if all headline protocols lack the score.
+    protocols: names of the protocols without the score. Empty if all main protocols lack the score.
     """
 
     score: str
@@ -185,11 +185,11 @@ class TableColumns(NamedTuple):
     """The scores that tables show.
 
     scores: all scores, for wide tables.
-    headline_scores: one score per metric, for tiles and narrow tables.
+    main_scores: the main score of each metric, for tiles and narrow tables.
     """
 
     scores: list[str]
-    headline_scores: list[str]
+    main_scores: list[str]
 
 
 def choose_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]) -> TableColumns:
@@ -198,29 +198,29 @@ def choose_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, Protoc
     for protocol in protocols.values():
         computed_scores |= {name for name, value in protocol.scores.items() if value is not None}
     scores: list[str] = []
-    headline_scores: list[str] = []
+    main_scores: list[str] = []
     for metric in metrics.values():
-        has_headline = metric.headline in computed_scores
-        has_characters_alone = f"{metric.headline}{BY_CHARACTERS}" in computed_scores and not has_headline
-        is_left_out = metric.optional and not has_headline
+        has_main_score = metric.main_score in computed_scores
+        has_characters_alone = f"{metric.main_score}{BY_CHARACTERS}" in computed_scores and not has_main_score
+        is_left_out = metric.extra_input is not None and not has_main_score
         if metric.scores and not has_characters_alone and not is_left_out:
             scores += metric.scores
-            headline_scores.append(metric.headline)
-    return TableColumns(scores, headline_scores)
+            main_scores.append(metric.main_score)
+    return TableColumns(scores, main_scores)
 
 
 def describe_protocols(evidence: Evidence, columns: TableColumns) -> list[dict[str, Any]]:
     """Return the page's section for each protocol. Only the first protocol of each dataset has a complete section."""
-    headline_names = {protocol.name for protocol in select_headline_protocols(evidence.protocols)}
+    main_protocol_names = {protocol.name for protocol in select_main_protocols(evidence.protocols)}
     parts = []
     for protocol in evidence.protocols:
         scores = evidence.report.protocols[protocol.name]
-        is_headline = protocol.name in headline_names
-        types = sorted(scores.groups_in_folder("by_type"), key=change_type_order) if is_headline else []
+        is_main_protocol = protocol.name in main_protocol_names
+        types = sorted(scores.groups_in_folder("by_type"), key=change_type_order) if is_main_protocol else []
         published = None
         if not protocol.counts_characters:  # published scores are computed on words
-            published_rows = find_published_rows(protocol.dataset, protocol.rules, is_headline)
-            published = published_table(protocol.name, scores, published_rows, protocol.rules.headline)
+            published_rows = find_published_rows(protocol.dataset, protocol.rules, is_main_protocol)
+            published = published_table(protocol.name, scores, published_rows, protocol.rules.ranking_score)
         parts.append(
             {
                 "name": protocol.name,
@@ -228,10 +228,10 @@ def describe_protocols(evidence: Evidence, columns: TableColumns) -> list[dict[s
                 "pairs": describe_pairs(protocol.rules),
                 "rules": describe_rules(protocol.rules, protocol.counts_characters),
                 "counts_characters": protocol.counts_characters,
-                "is_headline": is_headline,
+                "is_main_protocol": is_main_protocol,
                 "published": published,
-                "several": scores.groups.get("multi_change") if is_headline else None,
-                "types": type_table(protocol.name, scores, types, columns.headline_scores) if types else None,
+                "several": scores.groups.get("multi_change") if is_main_protocol else None,
+                "types": type_table(protocol.name, scores, types, columns.main_scores) if types else None,
                 "groups": group_table(protocol.name, scores, columns.scores),
                 "absent": scores.absent,
             }

@@ -30,13 +30,19 @@ MARK_NOTES = {
 
 
 def make_row(name: str, scores: ProtocolScores, columns: Iterable[str]) -> TableRow:
-    """Return the row for all pairs of a protocol: the number of pairs here and in papers, and scores with intervals."""
-    pairs = f"{scores.pairs:,}"
+    """Return the row for all pairs of a protocol: how many pairs this run scores and how many papers score, and scores.
+
+    The scores have intervals.
+
+    Args:
+        columns: names of the scores.
+    """
+    pair_counts = f"{scores.pairs:,}"
     if scores.published_pairs is not None:
-        pairs += f" of {scores.published_pairs:,}"
+        pair_counts += f" of {scores.published_pairs:,}"
     return TableRow(
         name=name,
-        labels=(pairs,),
+        labels=(pair_counts,),
         cells=tuple(make_cell(scores.scores.get(score), scores.intervals.get(score)) for score in columns),
         marks=choose_marks(scores),
     )
@@ -48,7 +54,11 @@ def explain_marks(rows: Sequence[TableRow]) -> list[str]:
 
 
 def choose_marks(scores: ProtocolScores) -> tuple[str, ...]:
-    """Return the marks of a protocol, for fewer pairs than in papers and for CIDEr 0 because no pair has a change."""
+    """Return the marks that warn readers about a protocol's scores. MARK_NOTES explains each mark.
+
+    PARTIAL_MARK: this run scores fewer pairs than papers do.
+    UNIFORM_MARK: CIDEr is 0 because no pair has a change, so all references are alike.
+    """
     marks = []
     if scores.is_partial:
         marks.append(PARTIAL_MARK)
@@ -64,10 +74,12 @@ def overview_table(
     descriptions: Mapping[str, str],
     notes: Sequence[str] = (),
 ) -> Table:
-    """Return the table of all protocols of all datasets.
+    """Return the table of all protocols of all datasets, with one row per protocol.
 
     Args:
-        descriptions: descriptions of the pairs that a protocol includes, by protocol.
+        columns: names of the scores to show.
+        descriptions: description of the pairs that a protocol includes, by the protocol's name.
+        notes: notes to show below the explanations of marks.
     """
     rows = []
     for name, scores in protocols.items():
@@ -76,19 +88,19 @@ def overview_table(
     return Table("scores", ("Protocol", "Pairs", "n", *columns), rows, [*explain_marks(rows), *notes])
 
 
-def headline_table(report: EvaluateReport, headline_protocols: Sequence[str]) -> Table:
+def headline_table(report: EvaluateReport, main_protocols: Sequence[str]) -> Table:
     """Return the table of the scores for comparing runs, which `make run` prints.
 
     Args:
-        headline_protocols: names of the protocols to show as columns: the first protocol of each dataset.
+        main_protocols: names of the protocols to show as columns: the first protocol of each dataset.
     """
-    protocols = [report.protocols[name] for name in headline_protocols]
+    protocols = [report.protocols[name] for name in main_protocols]
     rows = []
-    for score, headline in HEADLINE_SCORES.items():
+    for score, headline_score in HEADLINE_SCORES.items():
         cells = tuple(make_cell(protocol.scores.get(score), protocol.intervals.get(score)) for protocol in protocols)
         if any(cell.value is not None for cell in cells):
-            rows.append(TableRow(headline.report_title, (), cells))
-    return Table("headline", ("Score", *headline_protocols), rows)
+            rows.append(TableRow(headline_score.report_title, (), cells))
+    return Table("headline", ("Score", *main_protocols), rows)
 
 
 def describe_pairs(protocol: Protocol) -> str:
@@ -102,17 +114,20 @@ def describe_pairs(protocol: Protocol) -> str:
 
 def describe_rules(protocol: Protocol, counts_characters: bool) -> str:
     """Describe the rules of a protocol in sentences."""
-    pairs = describe_pairs(protocol)
-    references = "all references of its pair"
+    pairs_in_words = describe_pairs(protocol)
+    references_in_words = "all references of its pair"
     if protocol.references == "joined":
-        references = "the references of its pair, joined into one text"
-    sentences = [f"{pairs[0].upper()}{pairs[1:]}.", f"Each caption is compared with {references}."]
+        references_in_words = "the references of its pair, joined into one text"
+    sentences = [
+        f"{pairs_in_words[0].upper()}{pairs_in_words[1:]}.",
+        f"Each caption is compared with {references_in_words}.",
+    ]
     if protocol.max_words:
         sentences.append(f"All texts are truncated after {protocol.max_words} words.")
     if counts_characters:
         sentences.append("In scripts without spaces between words, each character counts as a word.")
-    tokenizer = "by the PTB tokenizer" if protocol.tokenizer == "ptb" else "only at white space"
-    sentences.append(f"Texts are split into words {tokenizer}.")
+    tokenizer_in_words = "by the PTB tokenizer" if protocol.tokenizer == "ptb" else "only at white space"
+    sentences.append(f"Texts are split into words {tokenizer_in_words}.")
     return " ".join(sentences)
 
 
@@ -141,29 +156,36 @@ def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -
 
 
 def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
-    """Return the table of pairs with exactly one change, by change type. It has accuracies if there is a grammar."""
+    """Return the table of pairs with exactly one change, with one row per change type.
+
+    It shows the accuracies of ACCURACIES that were computed, which requires a grammar, and the scores in `columns`.
+    """
     groups = scores.groups_in_folder("by_type").values()
-    accuracies = {
-        title: score for title, score in ACCURACIES.items() if any(group.get(score) is not None for group in groups)
-    }
+    accuracies = {}
+    for title, score in ACCURACIES.items():
+        if any(group.get(score) is not None for group in groups):
+            accuracies[title] = score
     titles = {f"by_type/{change_type}": change_type for change_type in types}
     rows = list(group_rows(scores, titles, [*accuracies.values(), *columns]))
     return Table(f"{file_name_of_protocol(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
 
 
 def published_table(
-    protocol: str, scores: ProtocolScores, published_rows: Sequence[PublishedRow], headline: str
+    protocol: str, scores: ProtocolScores, published_rows: Sequence[PublishedRow], ranking_score: str
 ) -> Table | None:
-    """Return a table with this run and the published results of a protocol, the best headline score first.
+    """Return a table with this run and the published results of a protocol, sorted by a score.
 
-    The best value of each column is marked. A run with fewer pairs than in papers is not part of this comparison.
+    The best value of each column is marked. If this run scores fewer pairs than papers do, its values are never marked.
+
+    Args:
+        ranking_score: score by which the rows are sorted, the highest first.
 
     Returns:
         The table, or None if there are no published results.
     """
     if not published_rows:
         return None
-    published_pairs = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
+    published_pairs_label = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
     row_of_this_run = make_row("this run", scores, PUBLISHED_SCORES)
     rows = [row_of_this_run._replace(labels=("", f"{scores.pairs:,}"), is_this_run=True)]
     notes_on_this_run = explain_marks(rows)
@@ -171,13 +193,13 @@ def published_table(
         rows.append(
             TableRow(
                 name=row.method,
-                labels=(row.venue, published_pairs),
+                labels=(row.venue, published_pairs_label),
                 cells=tuple(map(Cell, row.scores.values())),
                 marks=(CHOSEN_MARK,) if row.chosen_on_test else (),
             )
         )
-    headline_column = PUBLISHED_SCORES.index(headline)
-    rows.sort(key=lambda row: -(row.cells[headline_column].value or 0.0))
+    ranking_column = PUBLISHED_SCORES.index(ranking_score)
+    rows.sort(key=lambda row: -(row.cells[ranking_column].value or 0.0))
     notes = []
     evidence = sorted({f"{row.method}: {row.chosen_on_test}" for row in published_rows if row.chosen_on_test})
     if evidence:

@@ -12,7 +12,7 @@ from m3diff.scoring.metrics import Value
 
 ABSENT = "–"
 # Marks after the name of a row
-PARTIAL_MARK = "*"  # fewer pairs than in papers
+PARTIAL_MARK = "*"  # the run scores fewer pairs than papers do
 CHOSEN_MARK = "†"  # the epoch was chosen on the test split
 UNIFORM_MARK = "‡"  # all references use the same words, so CIDEr is 0
 LATEX_MARKS = {CHOSEN_MARK: r"$^\dagger$", PARTIAL_MARK: "$^*$", UNIFORM_MARK: r"$^\ddagger$"}
@@ -27,7 +27,7 @@ class Cell(NamedTuple):
 
     value: float | None
     interval: Interval | None = None
-    is_best: bool = False  # whether this is the best value of its column, among comparable rows
+    is_best: bool = False  # whether this is the best value of its column; see `mark_best`
     is_difference: bool = False  # whether the value is a difference, which is shown with a sign
 
     @property
@@ -109,7 +109,7 @@ def make_cell(value: Value, interval: Interval | None = None, is_difference: boo
 
 
 def mark_best(rows: list[TableRow]) -> list[TableRow]:
-    """Mark the best value of each column, ignoring rows with fewer pairs than in papers.
+    """Mark the best value of each column, ignoring rows with PARTIAL_MARK, which cannot be compared.
 
     Values that look the same when printed count as equal and share the mark. If all values of a column are equal, none
     is marked.

@@ -43,9 +43,9 @@ def judge_learning_by_scores(
     computed_ciders = [cider for cider in ciders if cider is not None]
     if not computed_ciders or max(computed_ciders) >= NO_CIDER or share_of_exact_captions(protocols) > MAX_EXACT_SHARE:
         return None
-    highest = f"{100 * max(computed_ciders):.1f}"
-    test_sets = "the test set" if len(computed_ciders) == 1 else f"all {len(computed_ciders)} test sets"
-    sentence = f"The model has not learned to describe changes yet: CIDEr is {highest} on {test_sets}."
+    highest_cider = f"{100 * max(computed_ciders):.1f}"
+    test_sets_in_words = "the test set" if len(computed_ciders) == 1 else f"all {len(computed_ciders)} test sets"
+    sentence = f"The model has not learned to describe changes yet: CIDEr is {highest_cider} on {test_sets_in_words}."
     captions: set[str] = set()
     for protocol in protocols:
         captions |= {pair.prediction for pair in protocol.pairs}

@@ -44,7 +44,7 @@ class Interval(BaseModel):
 class ScoreComparison(NamedTuple):
     """A score of two models.
 
-    interval: interval of the difference first minus second. None if there are too few pairs.
+    interval: interval of the first score minus the second score. None if there are too few pairs.
     """
 
     first_score: float
@@ -81,7 +81,7 @@ def intervals(
     score_intervals = {}
     for name, score in scores.items():
         if score.column in sums_by_column:
-            interval = bounds(score.score(sums_by_column[score.column]), confidence)
+            interval = percentile_interval(score.score(sums_by_column[score.column]), confidence)
             if interval is not None:
                 score_intervals[name] = interval
     return score_intervals
@@ -125,7 +125,7 @@ def compare(
     interval = None
     if first_rows.num_rows >= MIN_PAIRS:
         first_sums, second_sums = resample(first_numbers, second_numbers)
-        interval = bounds(score.score(first_sums) - score.score(second_sums), confidence)
+        interval = percentile_interval(score.score(first_sums) - score.score(second_sums), confidence)
     return ScoreComparison(first_score, second_score, interval)
 
 
@@ -163,9 +163,9 @@ def statistics(rows: pa.Table, column: str) -> np.ndarray | None:
 
 
 def resample(*columns: np.ndarray, counts: Iterable[np.ndarray] | None = None) -> list[np.ndarray]:
-    """Draw as many pairs as there are, with replacement, and sum each column: [pairs, k] -> [resamples, k].
+    """Sum each column over resamples of the pairs: [pairs, k] -> [resamples, k].
 
-    All columns are summed over the same drawn pairs.
+    A resample is as many pairs as there are, drawn with replacement. All columns are summed over the same resamples.
 
     Args:
         counts: result of `draw_ahead`. None to draw the pairs now.
@@ -179,7 +179,7 @@ def resample(*columns: np.ndarray, counts: Iterable[np.ndarray] | None = None) -
 
 
 def draw_counts(pairs: int) -> Iterator[np.ndarray]:
-    """Draw `pairs` pairs with replacement, RESAMPLES times, and count how often each pair is drawn.
+    """Draw RESAMPLES resamples, each of `pairs` pairs with replacement, and count how often each pair is drawn.
 
     Yields:
         [resamples, pairs] counts of some of the resamples.
@@ -209,8 +209,11 @@ def draw_ahead(pairs: int) -> list[np.ndarray] | None:
     return counts
 
 
-def bounds(scores: np.ndarray, confidence: float) -> Interval | None:
-    """Return the percentile interval of resampled scores, or None if the score is undefined in too many."""
+def percentile_interval(scores: np.ndarray, confidence: float) -> Interval | None:
+    """Return the percentile interval of resampled scores.
+
+    The result is None if the score is undefined in more than 1 - MIN_SCORED of the resamples.
+    """
     finite_scores = scores[np.isfinite(scores)]
     if len(finite_scores) < MIN_SCORED * len(scores):
         return None

@@ -174,8 +174,8 @@ def normalise_caption(caption: str) -> str:
 def change_type_order(change_type: str) -> tuple[int, str]:
     """Return a sort key for change types.
 
-    OmniDiff's twelve types come first, in OmniDiff's order. Other types follow in alphabetical order. The last are
-    "none", "several" and "unreadable".
+    OmniDiff's twelve types come first, in the order of CHANGE_TYPES. Other types follow in alphabetical order. The last
+    are "none", "several" and "unreadable".
     """
     final_types = (NO_CHANGE, SEVERAL, UNREADABLE)
     if change_type in final_types:

@@ -1,13 +1,14 @@
-"""Detect references that are not in English by their function words, because METEOR and SPICE support only English.
+"""Detect references that are not in English by their function words, because some metrics support only English.
 
 A text counts as foreign only if it contains a word or letter of another language and no English function word. A
 caption such as "remove man", without any function word, counts as English.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
-ENGLISH_METRICS = ("METEOR", "SPICE")
+from m3diff.scoring.metrics import Metric
+
 MIN_FOREIGN_SHARE = 0.1  # minimum share of foreign references for a note
 WORD = re.compile(r"[^\W\d_]+")
 
@@ -37,13 +38,13 @@ def is_foreign(text: str) -> bool:
     return bool(words & FOREIGN) or OTHER_LETTERS.search(text) is not None
 
 
-def note_foreign_references(dataset: str, references: Iterable[str], metrics: Collection[str]) -> list[str]:
+def note_foreign_references(dataset: str, references: Iterable[str], metrics: Mapping[str, Metric]) -> list[str]:
     """Return a note if metrics that support only English score references in another language, otherwise an empty list.
 
     Args:
-        metrics: names of the computed metrics.
+        metrics: the computed metrics by name.
     """
-    english_metrics = [metric for metric in ENGLISH_METRICS if metric in metrics]
+    english_metrics = [name for name, metric in metrics.items() if metric.reads == "English"]
     texts = [reference for reference in references if reference.strip()]
     foreign_count = sum(map(is_foreign, texts))
     if not english_metrics or not foreign_count or foreign_count < MIN_FOREIGN_SHARE * len(texts):

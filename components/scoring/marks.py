@@ -219,6 +219,6 @@ def note_marks(captions: Iterable[str], subject: str = "captions", without: Coll
         if first_match is not None:
             start = max(0, first_match.start() - 20)
             excerpt = first_match.string[start:][:70]
-            share = f"{marked_captions:,} of {caption_counts.total():,} {subject}"
-            notes.append(f"{share} contain {kind}, such as {excerpt!r}; they are scored as they are")
+            marked_of_all = f"{marked_captions:,} of {caption_counts.total():,} {subject}"
+            notes.append(f"{marked_of_all} contain {kind}, such as {excerpt!r}; they are scored as they are")
     return notes

@@ -1,22 +1,23 @@
 """Collect notes about the scored texts: scripts, languages, and artefacts of models ("marks") in captions."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from m3diff.scoring.language import note_foreign_references
 from m3diff.scoring.marks import OTHER_SCRIPT, note_marks
-from m3diff.scoring.protocols import ProtocolPairs, note_scripts, select_headline_protocols
+from m3diff.scoring.metrics import Metric
+from m3diff.scoring.protocols import ProtocolPairs, note_scripts, select_main_protocols
 
 
 def note_texts(
     protocols: Sequence[ProtocolPairs],
-    metrics: Collection[str],
+    metrics: Mapping[str, Metric],
     predictions: Iterable[str],
     references: Iterable[str] = (),
 ) -> list[str]:
     """Return notes about the scripts and languages of the protocols' references, and about marks in texts.
 
     Args:
-        metrics: names of the computed metrics.
+        metrics: the computed metrics by name.
         predictions, references: texts to search for marks.
     """
     notes = []
@@ -31,14 +32,14 @@ def note_texts(
     return notes
 
 
-def note_foreign_datasets(protocols: Sequence[ProtocolPairs], metrics: Collection[str]) -> list[str]:
+def note_foreign_datasets(protocols: Sequence[ProtocolPairs], metrics: Mapping[str, Metric]) -> list[str]:
     """Return a note for each dataset whose references are not in English although English metrics score them.
 
     The references are those of the dataset's first protocol.
     """
     notes = []
-    for protocol in select_headline_protocols(protocols):
-        if not protocol.counts_characters:  # otherwise METEOR and SPICE are not computed
+    for protocol in select_main_protocols(protocols):
+        if not protocol.counts_characters:  # otherwise metrics for English are not computed
             references: list[str] = []
             for pair in protocol.pairs:
                 references += pair.references

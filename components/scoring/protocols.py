@@ -79,12 +79,12 @@ def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpe
 
 
 def list_protocols(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
-    """Return the protocols of a dataset, or of one of its parts. The headline protocol comes first.
+    """Return the protocols of a dataset, or of one of its parts. The main protocol comes first.
 
     A dataset without protocols gets a single protocol that includes all pairs.
     """
     protocols = tuple(protocol for protocol in spec.protocols if protocol.part in (None, dataset))
-    return protocols or (Protocol("test", n=None),)
+    return protocols or (Protocol("test", published_pairs=None),)
 
 
 def select_protocols(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]) -> list[ProtocolPairs]:
@@ -101,7 +101,7 @@ def select_protocols(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]
     return protocols
 
 
-def select_headline_protocols(protocols: Sequence[ProtocolPairs]) -> list[ProtocolPairs]:
+def select_main_protocols(protocols: Sequence[ProtocolPairs]) -> list[ProtocolPairs]:
     """Return the first protocol of each dataset, which is the one that papers report."""
     protocol_by_dataset: dict[str, ProtocolPairs] = {}
     for protocol in protocols:
@@ -186,20 +186,19 @@ def length_class(pair: EvalPair) -> int:
 def note_scripts(protocol: ProtocolPairs) -> list[str]:
     """Return a note if some references have no spaces between words, otherwise an empty list.
 
-    The note contains their number and says whether scores count characters or words.
+    The note says how many references have no spaces, and whether scores count characters or words.
     """
     counts = protocol.script_counts
     if not counts.without_spaces:
         return []
-    share = f"{counts.without_spaces:,} of {counts.texts:,} references have no spaces between words"
+    sentence = f"{counts.without_spaces:,} of {counts.texts:,} references have no spaces between words"
     if protocol.counts_characters:
         return [
-            f"{protocol.name}: {share} (Chinese, Japanese, Thai, ...). Each of their characters counts as a word in "
-            "scores whose names end in -char, which cannot be compared with scores on words. METEOR and SPICE can only "
-            "score English"
+            f"{protocol.name}: {sentence} (Chinese, Japanese, Thai, ...). Each of their characters counts as a word "
+            "in scores whose names end in -char, which cannot be compared with scores on words. METEOR and SPICE can "
+            "only score English"
         ]
-    limit = f"{MIN_SHARE_WITHOUT_SPACES:.0%}"
     return [
-        f"{protocol.name}: {share}. This is less than {limit}, so scores count words, and such a reference counts as "
-        "one word or a few"
+        f"{protocol.name}: {sentence}. This is less than {MIN_SHARE_WITHOUT_SPACES:.0%}, so scores count words, and "
+        "such a reference counts as one word or a few"
     ]

@@ -1,6 +1,6 @@
 """Scores printed in papers, times 100.
 
-published.csv has one row per method and benchmark ("<benchmark>", the headline protocol) or protocol
+published.csv has one row per method and benchmark ("<benchmark>", the main protocol) or protocol
 ("<benchmark>/<protocol>"). A row names the paper and, if the epoch was chosen on the test split, the evidence for that.
 A result that is printed in several papers has only one row.
 """
@@ -33,7 +33,7 @@ class PublishedRow(NamedTuple):
 
 @cache
 def published_rows(benchmark: str) -> list[PublishedRow]:
-    """Return the rows for a "<benchmark>" (its headline protocol) or a "<benchmark>/<protocol>", in file order."""
+    """Return the rows for a "<benchmark>" (its main protocol) or a "<benchmark>/<protocol>", in file order."""
     rows = []
     with Path(__file__).with_name("published.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -50,6 +50,6 @@ def published_rows(benchmark: str) -> list[PublishedRow]:
     return rows
 
 
-def find_published_rows(dataset: str, protocol: Protocol, is_headline: bool) -> list[PublishedRow]:
-    """Return the published rows of a protocol. Rows of the headline protocol are stored under the dataset's name."""
-    return published_rows(dataset if is_headline else f"{dataset}/{protocol.name}")
+def find_published_rows(dataset: str, protocol: Protocol, is_main_protocol: bool) -> list[PublishedRow]:
+    """Return the published rows of a protocol. Rows of the main protocol are stored under the dataset's name."""
+    return published_rows(dataset if is_main_protocol else f"{dataset}/{protocol.name}")

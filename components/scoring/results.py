@@ -59,7 +59,7 @@ class ProtocolScores(BaseModel):
 
     @property
     def is_partial(self) -> bool:
-        """Whether fewer pairs are scored than in papers."""
+        """Whether this run scores fewer pairs than papers do."""
         return self.published_pairs is not None and self.pairs < self.published_pairs
 
 
@@ -92,7 +92,7 @@ def summarise(
         }
         protocol_scores[protocol.name] = ProtocolScores(
             pairs=len(protocol.pairs),
-            published_pairs=protocol.rules.n,
+            published_pairs=protocol.rules.published_pairs,
             scores=dict(group_scores[ALL_PAIRS]),
             intervals=dict(intervals.get(protocol.name, {})),
             groups=groups,

@@ -18,10 +18,10 @@ from m3diff.scoring.metrics import (
     ENGLISH_ONLY,
     Item,
     Metric,
+    MetricInputs,
     MetricScores,
     Program,
     Tokens,
-    Tools,
     add_character_variants,
     make_character_variant,
     needs_java,
@@ -87,22 +87,22 @@ def compute_metrics(
                 answers = programs[name].answers() if name in programs else {}
                 for protocol in scored_protocols(metric, protocols):
                     protocol_tokens = tokens.get(protocol.name, Tokens({}, {}, None))
-                    tools = Tools(protocol_tokens, answers, parsed, judge)
+                    inputs = MetricInputs(protocol_tokens, answers, parsed, judge)
                     if protocol.counts_characters and metric.reads == "tokens":
                         variant = make_character_variant(metric)
-                        character_scores = variant.compute(protocol.pairs, protocol.groups, tools)
+                        character_scores = variant.compute(protocol.pairs, protocol.groups, inputs)
                         scores[protocol.name][f"{name}{BY_CHARACTERS}"] = character_scores
                     else:
-                        scores[protocol.name][name] = metric.compute(protocol.pairs, protocol.groups, tools)
+                        scores[protocol.name][name] = metric.compute(protocol.pairs, protocol.groups, inputs)
             except ScorerFailed as failure:
                 for protocol_scores in scores.values():
                     # a protocol that was scored before the metric failed keeps its scores
-                    protocol_scores.setdefault(name, MetricScores({}, {}, {metric.headline: str(failure)}))
+                    protocol_scores.setdefault(name, MetricScores({}, {}, {metric.main_score: str(failure)}))
     for protocol in protocols:
         if protocol.counts_characters:
-            scores[protocol.name] |= absent_word_scores(metrics)
+            scores[protocol.name] |= explain_absent_word_scores(metrics)
     return {
-        protocol.name: merge(metrics_of(metrics, protocol), protocol.groups, scores[protocol.name])
+        protocol.name: merge_scores(list_metrics_of_protocol(metrics, protocol), protocol.groups, scores[protocol.name])
         for protocol in protocols
     }
 
@@ -142,30 +142,35 @@ def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
     return list(items)
 
 
-def metrics_of(metrics: Mapping[str, Metric], protocol: ProtocolPairs) -> dict[str, Metric]:
+def list_metrics_of_protocol(metrics: Mapping[str, Metric], protocol: ProtocolPairs) -> dict[str, Metric]:
     """Return the metrics that metrics.json lists for a protocol, with character metrics if it counts characters."""
     return add_character_variants(metrics) if protocol.counts_characters else dict(metrics)
 
 
-def metrics_of_all(metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs]) -> dict[str, Metric]:
+def list_metrics_of_protocols(metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs]) -> dict[str, Metric]:
     """Return the metrics that metrics.json lists for at least one of the protocols."""
     needs_characters = any(protocol.counts_characters for protocol in protocols)
     return add_character_variants(metrics) if needs_characters else dict(metrics)
 
 
-def absent_word_scores(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
-    """Return, by metric, the reasons why a protocol that counts characters does not have scores computed on words."""
-    scores = {}
+def explain_absent_word_scores(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
+    """Explain why a protocol that counts characters has no scores on words.
+
+    Returns:
+        Metric -> an empty result whose `absent` holds the reason for each score. A metric that reads no tokens is not
+        included, because its scores exist.
+    """
+    empty_results = {}
     for name, metric in metrics.items():
         if metric.reads == "English":
-            scores[name] = MetricScores({}, {}, dict.fromkeys(metric.scores, ENGLISH_ONLY))
+            empty_results[name] = MetricScores({}, {}, dict.fromkeys(metric.scores, ENGLISH_ONLY))
         elif metric.reads == "tokens":
             reasons = {
                 score: f"the references have no spaces between words; {score}{BY_CHARACTERS} counts characters"
                 for score in metric.scores
             }
-            scores[name] = MetricScores({}, {}, reasons)
-    return scores
+            empty_results[name] = MetricScores({}, {}, reasons)
+    return empty_results
 
 
 def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
@@ -180,13 +185,13 @@ def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict
         protocols_by_rules.setdefault(rules, []).append(protocol)
     tokens_by_protocol = {}
     for rules, protocols_of_rules in protocols_by_rules.items():
-        tokens = tokenise_texts(texts_of(protocols_of_rules), rules, limit_s)
+        tokens = tokenise_texts(collect_texts(protocols_of_rules), rules, limit_s)
         for protocol in protocols_of_rules:
-            tokens_by_protocol[protocol.name] = tokens_of_pairs(protocol.pairs, tokens)
+            tokens_by_protocol[protocol.name] = look_up_tokens(protocol.pairs, tokens)
     return tokens_by_protocol
 
 
-def texts_of(protocols: Iterable[ProtocolPairs]) -> list[str]:
+def collect_texts(protocols: Iterable[ProtocolPairs]) -> list[str]:
     """Return all texts to tokenise: predictions, references, and captions of the shuffled control."""
     texts = []
     for protocol in protocols:
@@ -212,8 +217,8 @@ def split_at_spaces(texts: Iterable[str]) -> dict[str, str]:
     return {text: sanitise(text) for text in texts}
 
 
-def tokens_of_pairs(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:
-    """Look up the tokens of the pairs' captions.
+def look_up_tokens(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:
+    """Return the tokens of the captions of some pairs.
 
     Args:
         tokens: text -> its tokens, joined by spaces.
@@ -229,7 +234,7 @@ def tokens_of_pairs(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tok
     return Tokens(references, predictions, shuffled or None)
 
 
-def merge(metrics: Mapping[str, Metric], groups: Groups, scores: Mapping[str, MetricScores]) -> MetricScores:
+def merge_scores(metrics: Mapping[str, Metric], groups: Groups, scores: Mapping[str, MetricScores]) -> MetricScores:
     """Merge the scores of all metrics, in the order of the metrics. A score that was not computed is None.
 
     Args:

@@ -18,7 +18,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.pairs import fault_of_drawn_split
 from m3diff.models import FAMILIES
 from m3diff.records.errors import Fault, shell_word
-from m3diff.scoring.metrics import METRICS, add_character_variants, choose_metrics, gate_metrics
+from m3diff.scoring.metrics import METRICS, add_character_variants, choose_metrics, gate_scores
 from m3diff.scoring.protocols import list_protocols
 from m3diff.settings.section import ParamsError, Section, faults_of_validation_error, fields_of_name, prefix_key
 from m3diff.settings.tree import Params
@@ -322,9 +322,9 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
     if spec_by_protocol[gate.protocol].grammar is None:
         metrics = tuple(name for name in metrics if not METRICS[name].needs_grammar)
         reason = Fault("settings.metrics_and_grammar_decide", protocol=gate.protocol)
-    gate_scores = gate_metrics(metrics)
-    if gate.metric not in gate_scores:
-        hint = fields_of_name(gate.metric, gate_scores)
+    accepted_scores = gate_scores(metrics)
+    if gate.metric not in accepted_scores:
+        hint = fields_of_name(gate.metric, accepted_scores)
         yield Fault("settings.uncomputed_metric", key="promote.metric", reason=reason, **hint)
     guard_scores: list[str] = []
     for metric in add_character_variants(choose_metrics(metrics)).values():

@@ -12,16 +12,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
-from m3diff.commands.score import score
+from m3diff.commands.score import find_computable_metrics, score
 from m3diff.commands.score.matching import MatchedPairs, find_caption_faults, find_pairs, match_captions
 from m3diff.commands.score.predictions import read_predictions
-from m3diff.commands.score.references import find_references, make_bare_pair
+from m3diff.commands.score.references import References, find_references, make_bare_pair
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_task
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.records.errors import DataError, Fault, ParamsError
 from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.grammar import Grammar
+from m3diff.scoring.metrics import METRICS, Metric, MetricScores
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.metrics.spice import check_spice
 from m3diff.scoring.published import published_rows
@@ -151,7 +153,7 @@ def test_columns_of_a_table_are_found_in_any_spelling_and_never_a_reference(head
 
 
 def task(dataset: str = "own", counts: SplitCount | None = None) -> ScoringTask:
-    return ScoringTask(dataset, Protocol("test", n=None), counts=counts)
+    return ScoringTask(dataset, Protocol("test", published_pairs=None), counts=counts)
 
 
 def test_ids_are_the_same_in_any_unicode_form():
@@ -300,13 +302,20 @@ TRAPS = [
 ]
 
 
+def leave_meteor_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `score` skip METEOR, whose program is slow to start."""
+    # not delitem, which would put METEOR at the end of the list afterwards
+    monkeypatch.setattr(METRICS, "data", {name: entry for name, entry in METRICS.data.items() if name != "METEOR"})
+
+
 @pytest.fixture
 def spot(tmp_path, monkeypatch) -> Path:
-    """The dataset's own folder, as if papers scored these five pairs, by the metrics that are quick."""
+    """The dataset's own folder, as if papers scored these five pairs, without METEOR."""
+    leave_meteor_out(monkeypatch)
     real = DATASETS["spot_the_diff"]
     counts = SplitCount(5, 10, empty=1, wordless=1, records=7)
     published = Published("spot_the_diff", "Spot-the-Diff", SplitCount(0), SplitCount(0), counts)
-    protocols = tuple(replace(protocol, n=5, metrics=("BLEU", "CIDEr")) for protocol in real.protocols)
+    protocols = tuple(replace(protocol, published_pairs=5) for protocol in real.protocols)
     spec: DatasetSpec = replace(real, published=(published,), protocols=protocols)
     monkeypatch.setitem(DATASETS.data, "spot_the_diff", spec)
     (tmp_path / "spot/annotations").mkdir(parents=True)
@@ -464,9 +473,10 @@ def test_the_published_scores_of_coco_captions_are_printed(capsys, monkeypatch):
 @pytest.fixture
 def clevr(monkeypatch, tmp_path) -> Path:
     """The folder of CLEVR-Change; benchmarks of a few pairs, scored by what is quick."""
+    leave_meteor_out(monkeypatch)
     for name in ("clevr_change", "clevr_dc", "minichange"):
         spec = DATASETS[name]
-        protocols = tuple(replace(protocol, n=None, metrics=("CIDEr",)) for protocol in spec.protocols)
+        protocols = tuple(replace(protocol, published_pairs=None) for protocol in spec.protocols)
         published = tuple(replace(part, part=name) for part in spec.published)
         monkeypatch.setitem(DATASETS.data, name, replace(spec, protocols=protocols, published=published))
     return write_clevr(tmp_path / "raw")
@@ -486,6 +496,30 @@ def test_a_protocol_of_some_pairs_notes_the_captions_that_it_leaves_out(clevr, t
     assert note.startswith("2 ")
     assert "'semantic'" in note
     assert semantic.scores["CIDEr"] != total.scores["CIDEr"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_computed"),
+    [
+        ({}, True),
+        ({"reads": "English"}, True),
+        ({"extra_input": "images"}, False),
+        ({"extra_input": "judge"}, False),
+        ({"extra_input": "spice_dir"}, False),
+        ({"needs_grammar": True}, False),
+    ],
+)
+def test_a_new_metric_is_computed_if_captions_are_all_that_it_needs(fields, is_computed, monkeypatch):
+    metric = Metric(lambda pairs, groups, inputs: MetricScores({}, {}), "new", ("new",), **fields)
+    monkeypatch.setitem(METRICS.data, "new", metric)
+    computed_names = list(find_computable_metrics(References({}), spice_dir=None))
+    assert computed_names == ["CIDEr", "METEOR", "ROUGE-L", "BLEU", *(["new"] if is_computed else [])]
+
+
+def test_a_grammar_and_the_folder_of_spice_add_the_metrics_that_need_them():
+    references = References({}, grammar=Grammar(GRAMMAR))
+    computed_names = list(find_computable_metrics(references, spice_dir=Path("spice")))
+    assert computed_names == ["CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy"]
 
 
 def test_groups_that_have_pairs_have_scores(clevr, tmp_path):

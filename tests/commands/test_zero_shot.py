@@ -292,7 +292,7 @@ def test_a_caption_is_one_line_of_unicode():
 
 
 def set_published_pairs(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    spec = replace(DATASETS["pairs"], protocols=(Protocol("test", n=count),))
+    spec = replace(DATASETS["pairs"], protocols=(Protocol("test", published_pairs=count),))
     monkeypatch.setitem(DATASETS.data, "pairs", spec)
 
 

@@ -11,6 +11,7 @@ import yaml
 from m3diff.datasets import DATASETS, clevr_change, omnidiff
 from m3diff.datasets.spec import UNSTATED_LICENCE, Permission, Protocol, check_licence
 from m3diff.records.errors import DataError
+from m3diff.scoring.published import PUBLISHED_SCORES
 from m3diff.stages.convert.stage import PAPER_DATASETS, PAPER_SAMPLES, published_mixture_counts
 from tests.errors import raises
 from tests.layouts import write_clevr
@@ -134,10 +135,10 @@ def test_every_dataset_names_each_of_its_protocols_once():
 def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset, name):
     protocol = PROTOCOLS[dataset, name]
     published = DATASETS[dataset].part(protocol.part or dataset)
-    assert protocol.headline in protocol.metrics
-    assert (protocol.source is None) == (protocol.n is None)
+    assert protocol.ranking_score in PUBLISHED_SCORES
+    assert (protocol.source is None) == (protocol.published_pairs is None)
     if protocol.ids == ".*" and not protocol.change_types:
-        assert protocol.n == (published.test.pairs if published and protocol.source else None)
+        assert protocol.published_pairs == (published.test.pairs if published and protocol.source else None)
 
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
@@ -157,8 +158,8 @@ def test_the_ids_of_clevr_change_select_pairs_with_and_without_a_change(tmp_path
 def test_protocols_of_subsets_have_the_published_numbers_of_pairs():
     subset_sizes = {}
     for (_, name), protocol in PROTOCOLS.items():
-        if protocol.n and (protocol.change_types or protocol.ids != ".*"):
-            subset_sizes[name] = protocol.n
+        if protocol.published_pairs and (protocol.change_types or protocol.ids != ".*"):
+            subset_sizes[name] = protocol.published_pairs
     sizes_by_type = dict.fromkeys(CLEVR_CHANGE_TYPES, 797)
     assert subset_sizes == sizes_by_type | {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
     types = {protocol.change_types for protocol in PROTOCOLS.values() if protocol.change_types}
@@ -179,11 +180,6 @@ def test_protocols_that_split_words_at_spaces():
         ("birds_to_words", "whitespace"),
         *(("levir_cc", name) for name in ("total", "change", "no_change")),
     }
-
-
-def test_datasets_with_spice():
-    datasets = {dataset for (dataset, _), protocol in PROTOCOLS.items() if "SPICE" in protocol.metrics}
-    assert datasets == {"spot_the_diff", "iedit", "clevr_change", "clevr_dc"}
 
 
 def test_the_main_protocol_of_each_dataset():

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from m3diff.registry.gate import Verdict, has_comparable_scores, judge, judge_without_champion
-from m3diff.scoring.bootstrap import bounds, resample
+from m3diff.scoring.bootstrap import percentile_interval, resample
 from m3diff.scoring.metrics.change_accuracy import COUNTS
 from m3diff.stages.register.params import Promote
 
@@ -49,7 +49,7 @@ def lower_bounds_of_gain(challenger: np.ndarray, champion: np.ndarray) -> np.nda
     """Return the lower bound of the gain of each run: values [pairs, runs] -> [runs]. All runs share one resampling."""
     challenger_sums, champion_sums = resample(challenger.astype(float), champion.astype(float))
     gains = (challenger_sums - champion_sums) / len(challenger)
-    return np.array([bounds(gain, 0.95).low for gain in gains.T])
+    return np.array([percentile_interval(gain, 0.95).low for gain in gains.T])
 
 
 def make_scores(exact: np.ndarray, **columns: list) -> pa.Table:

@@ -40,7 +40,10 @@ def test_marks_say_which_part_of_each_clause_is_right(pair, clauses, missed, gra
 
 
 def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path, tmp_path: Path):
-    protocols = (Protocol("some", n=None, ids="[45]"), Protocol("total", n=None, max_words=3, references="joined"))
+    protocols = (
+        Protocol("some", published_pairs=None, ids="[45]"),
+        Protocol("total", published_pairs=None, max_words=3, references="joined"),
+    )
     specs = {"toy": replace(DATASETS["pairs"], protocols=protocols)}
     data = gallery_of(draw(evidence(root, bench.pairs(root), specs), tmp_path))
     assert [pair["id"] for pair in data["pairs"]] == [f"toy/{number}" for number in (4, 5, 0, 1, 2, 3)]

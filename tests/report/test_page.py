@@ -13,7 +13,7 @@ from m3diff.report.origin import Origin
 from m3diff.report.page import Evidence, absent_scores, confusion_table, write_report
 from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.protocols import ProtocolPairs, select_headline_protocols
+from m3diff.scoring.protocols import ProtocolPairs, select_main_protocols
 from m3diff.scoring.results import ProtocolScores
 from tests.scoring import bench
 from tests.scoring.bench import draw, evidence, gallery_of, table, text_of
@@ -39,9 +39,9 @@ def test_the_page_is_whole_and_fetches_nothing_and_holds_the_numbers_of_the_metr
     assert not re.search("Only these|published results", text)
 
 
-def test_a_score_is_called_absent_for_the_headline_protocols_alone_that_lack_it():
-    protocols = [ProtocolPairs(dataset, Protocol("test", n=None), []) for dataset in ("a", "b")]
-    part = ProtocolPairs("a", Protocol("part", n=None), [])
+def test_a_score_is_called_absent_for_the_main_protocols_alone_that_lack_it():
+    protocols = [ProtocolPairs(dataset, Protocol("test", published_pairs=None), []) for dataset in ("a", "b")]
+    part = ProtocolPairs("a", Protocol("part", published_pairs=None), [])
     absent = {
         "a/test": {"SPICE": "no jars", "reversal": "none"},
         "b/test": {"SPICE": "no jars"},
@@ -49,14 +49,17 @@ def test_a_score_is_called_absent_for_the_headline_protocols_alone_that_lack_it(
     }
     scores = ProtocolScores(pairs=4, published_pairs=None, scores={}, intervals={}, groups={}, absent={})
     scores_by_protocol = {name: scores.model_copy(update={"absent": reasons}) for name, reasons in absent.items()}
-    headline_protocols = select_headline_protocols([protocols[0], part, protocols[1]])
-    assert [protocol.name for protocol in headline_protocols] == ["a/test", "b/test"]
-    absences = [(absence.score, absence.protocols) for absence in absent_scores(headline_protocols, scores_by_protocol)]
+    main_protocols = select_main_protocols([protocols[0], part, protocols[1]])
+    assert [protocol.name for protocol in main_protocols] == ["a/test", "b/test"]
+    absences = [(absence.score, absence.protocols) for absence in absent_scores(main_protocols, scores_by_protocol)]
     assert absences == [("SPICE", []), ("reversal", ["a/test"])]
 
 
 def test_the_page_has_one_table_of_protocols_and_the_rest_folded(root: Path, tmp_path: Path):
-    protocols = (Protocol("total", n=None), Protocol("some", n=None, ids="[45]", pairs="pairs without a change"))
+    protocols = (
+        Protocol("total", published_pairs=None),
+        Protocol("some", published_pairs=None, ids="[45]", pairs="pairs without a change"),
+    )
     specs = {"toy": replace(DATASETS["pairs"], protocols=protocols)}
     page = draw(evidence(root, bench.pairs(root), specs), tmp_path)
     assert [row[:2] for row in table(page, "scores")[1:]] == [

@@ -135,10 +135,16 @@ def test_pairs_without_a_change_are_marked_where_their_cider_is_0_and_nowhere_el
 @pytest.mark.parametrize(
     ("protocol", "words"),
     [
-        (Protocol("total", n=None), "all pairs"),
-        (Protocol("semantic", n=None, ids=r"\d+\.png", pairs="pairs with a change"), "pairs with a change"),
-        (Protocol("add", n=None, ids=r"\d+\.png", change_types=("add",)), "pairs whose only change is add"),
-        (Protocol("own", n=None, ids="x.*"), "some pairs, chosen by their names"),
+        (Protocol("total", published_pairs=None), "all pairs"),
+        (
+            Protocol("semantic", published_pairs=None, ids=r"\d+\.png", pairs="pairs with a change"),
+            "pairs with a change",
+        ),
+        (
+            Protocol("add", published_pairs=None, ids=r"\d+\.png", change_types=("add",)),
+            "pairs whose only change is add",
+        ),
+        (Protocol("own", published_pairs=None, ids="x.*"), "some pairs, chosen by their names"),
     ],
     ids=["all", "by words", "by type", "by a pattern without words"],
 )

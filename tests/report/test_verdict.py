@@ -36,7 +36,7 @@ def protocol(captions: list[str], dataset: str = "toy") -> ProtocolPairs:
         )
         for number, caption in enumerate(captions)
     ]
-    return ProtocolPairs(dataset, Protocol("test", n=None), pairs)
+    return ProtocolPairs(dataset, Protocol("test", published_pairs=None), pairs)
 
 
 def scored(value: float | None, name: str = "CIDEr") -> ProtocolScores:

@@ -20,11 +20,11 @@ from m3diff.datasets import DATASETS
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.report.page import Evidence, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
-from m3diff.scoring.metrics import METRICS, MetricScores, Tokens, Tools
+from m3diff.scoring.metrics import METRICS, MetricInputs, MetricScores, Tokens
 from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
 from m3diff.scoring.protocols import select_protocols
 from m3diff.scoring.results import EvaluateReport, score_table, summarise
-from m3diff.scoring.run import merge
+from m3diff.scoring.run import merge_scores
 from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
@@ -102,9 +102,9 @@ def pairs(folder: Path = Path()) -> list[EvalPair]:
     return [pair(PREDICTIONS[f"toy/{name}"], texts, types, name, folder) for name, types, texts in RECORDS]
 
 
-def tools(references=None, predictions=None, shuffled=None, parsed=None, answers=None) -> Tools:
+def metric_inputs(references=None, predictions=None, shuffled=None, parsed=None, answers=None) -> MetricInputs:
     tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
-    return Tools(tokens, answers or {}, parsed or {})
+    return MetricInputs(tokens, answers or {}, parsed or {})
 
 
 def folders_in(root: Path) -> Folders:
@@ -197,7 +197,7 @@ def evidence(root, pairs, specs=None, with_grammar=True, intervals=None, **score
     parsed = parse(pairs) if with_grammar else {}
     numbers = {pair.id: float(number) for number, pair in enumerate(pairs)}
     scores_by_protocol = {
-        protocol.name: merge(metrics, protocol.groups, fixed_scores(protocol, numbers, parsed, scores))
+        protocol.name: merge_scores(metrics, protocol.groups, fixed_scores(protocol, numbers, parsed, scores))
         for protocol in protocols
     }
     return Evidence(
@@ -229,7 +229,7 @@ def fixed_scores(protocol, numbers, parsed, scores) -> dict[str, MetricScores]:
     )
     scores_by_metric["SPICE"] = MetricScores({}, {}, {"SPICE": "its jars are not there"})
     scores_by_metric["change_accuracy"] = METRICS["change_accuracy"].compute(
-        protocol.pairs, protocol.groups, tools(parsed=parsed)
+        protocol.pairs, protocol.groups, metric_inputs(parsed=parsed)
     )
     return scores_by_metric
 

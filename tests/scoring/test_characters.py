@@ -124,7 +124,7 @@ def test_characters_score_as_words_do_to_the_last_digit(tmp_path):
         assert f"{name}-char" in chinese.absent[name]
     assert english.scores.keys() == {"CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"}
     assert "METEOR" in chinese.absent
-    assert chinese.headline == "CIDEr-char"
+    assert chinese.main_score == "CIDEr-char"
 
 
 def test_captions_that_are_equal_up_to_spaces_score_as_equal(tmp_path):
@@ -228,7 +228,7 @@ def test_compare_shows_scores_of_characters_and_refuses_files_of_other_tokens(tm
 
 @pytest.mark.slow(26)  # METEOR's Java program
 def test_a_chinese_and_an_english_dataset_in_a_run_each_have_their_own_scores():
-    protocol = Protocol("test", n=None)
+    protocol = Protocol("test", published_pairs=None)
     english = [bench.pair(caption, [reference], [], f"en{n}") for n, (caption, reference) in enumerate(ENGLISH)]
     chinese = [bench.pair(caption, [reference], [], f"zh{n}") for n, (caption, reference) in enumerate(CHINESE)]
     protocols = [ProtocolPairs("en", protocol, english), ProtocolPairs("zh", protocol, chinese)]

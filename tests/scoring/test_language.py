@@ -1,8 +1,11 @@
-"""References of another language than English are noticed, since METEOR and SPICE are English."""
+"""References of another language than English are noticed, since some metrics are for English only."""
+
+from dataclasses import replace
 
 import pytest
 
 from m3diff.scoring.language import is_foreign, note_foreign_references
+from m3diff.scoring.metrics import METRICS, choose_metrics
 
 FOREIGN = {
     "German": "Der rote Becher ist weg",
@@ -34,10 +37,17 @@ def test_an_english_caption_is_not_taken_for_another_language(text):
 
 
 def test_the_note_counts_references_and_names_the_metrics_that_are_computed():
-    (note,) = note_foreign_references("mine", ["der Becher ist weg", "the mug is gone", ""], ["CIDEr", "METEOR"])
+    references = ["der Becher ist weg", "the mug is gone", ""]
+    (note,) = note_foreign_references("mine", references, choose_metrics(["CIDEr", "METEOR"]))
     assert note.startswith("mine: 1 of 2 references")
     assert "METEOR" in note
     assert "SPICE" not in note
+
+
+def test_the_note_names_a_new_metric_that_reads_english_only():
+    metrics = choose_metrics(["CIDEr"]) | {"my metric": replace(METRICS["CIDEr"], reads="English")}
+    (note,) = note_foreign_references("mine", ["der Becher ist weg"], metrics)
+    assert "my metric can only score English" in note
 
 
 @pytest.mark.parametrize(
@@ -51,4 +61,4 @@ def test_the_note_counts_references_and_names_the_metrics_that_are_computed():
     ids=["no English metric", "one in twenty", "all English", "no reference"],
 )
 def test_there_is_no_note_where_english_metrics_read_english(references, metrics):
-    assert note_foreign_references("mine", references, metrics) == []
+    assert note_foreign_references("mine", references, choose_metrics(metrics)) == []

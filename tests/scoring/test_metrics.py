@@ -34,7 +34,7 @@ from m3diff.scoring.metrics import (
     choose_metrics,
     cider,
     divide_sums,
-    gate_metrics,
+    gate_scores,
     mean_of,
     pixel_threshold,
     rouge_l,
@@ -51,7 +51,9 @@ SIX_PREDICTIONS = {i: texts[0] if int(i) % 2 else "the cube is gone" for i, text
 
 
 def compute(metric, references, predictions, groups: Groups | None = None, shuffled=None) -> MetricScores:
-    return metric.compute([], groups or {ALL_PAIRS: list(predictions)}, bench.tools(references, predictions, shuffled))
+    return metric.compute(
+        [], groups or {ALL_PAIRS: list(predictions)}, bench.metric_inputs(references, predictions, shuffled)
+    )
 
 
 def test_the_cider_of_one_pair_is_absent():
@@ -133,24 +135,24 @@ def stock(references: dict[str, list[str]], predictions: dict[str, str]) -> dict
 def assert_equal_to_stock(references: dict[str, list[str]], predictions: dict[str, str]) -> dict[str, MetricScores]:
     pairs = list(predictions)
     stock_scores = stock(references, predictions)
-    scores_by_headline = {
-        metric.METRIC.headline: compute(metric, references, predictions) for metric in (bleu, rouge_l, cider)
+    scores_by_name = {
+        metric.METRIC.main_score: compute(metric, references, predictions) for metric in (bleu, rouge_l, cider)
     }
-    for headline, scores in scores_by_headline.items():
-        rough = {"rel": 1e-9, "abs": 1e-12} if headline == "CIDEr" else {"rel": 0, "abs": 0}
+    for main_score, scores in scores_by_name.items():
+        rough = {"rel": 1e-9, "abs": 1e-12} if main_score == "CIDEr" else {"rel": 0, "abs": 0}
         for name, value in scores.groups[ALL_PAIRS].items():
             assert name == "CIDEr_shuffled" or value == pytest.approx(stock_scores[name][0], **rough), name
-        assert [scores.pairs[i][headline] for i in pairs] == pytest.approx(list(stock_scores[headline][1]), **rough)
-    statistics = [of_pair["BLEU_statistics"] for of_pair in scores_by_headline["BLEU-4"].pairs.values()]
+        assert [scores.pairs[i][main_score] for i in pairs] == pytest.approx(list(stock_scores[main_score][1]), **rough)
+    statistics = [of_pair["BLEU_statistics"] for of_pair in scores_by_name["BLEU-4"].pairs.values()]
     assert tuple(np.sum(statistics, axis=0)) == stock_scores["counts"]
-    return scores_by_headline
+    return scores_by_name
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_scores_of_random_captions_equal_pycocoevalcap_and_follow_from_their_columns(seed: int):
     references, predictions = random_captions(seed)
-    for headline, scores in assert_equal_to_stock(references, predictions).items():
-        metric = next(metric for metric in METRICS.values() if metric.headline == headline)
+    for main_score, scores in assert_equal_to_stock(references, predictions).items():
+        metric = next(metric for metric in METRICS.values() if metric.main_score == main_score)
         for name, (column, score) in metric.resampled.items():
             rows = np.array([scores.pairs[i][column] for i in references], float)
             rows = rows if rows.ndim == 2 else np.stack([rows, np.ones(len(rows))], axis=1)
@@ -195,7 +197,7 @@ GONE = "the blue ball at the top was removed"
 
 def accuracy(pairs=PAIRS, groups: Groups | None = None) -> MetricScores:
     groups = groups or (GROUPS if len(pairs) == 6 else {ALL_PAIRS: [pair.id for pair in pairs]})
-    return change_accuracy.compute(pairs, groups, bench.tools(parsed=bench.parse(pairs)))
+    return change_accuracy.compute(pairs, groups, bench.metric_inputs(parsed=bench.parse(pairs)))
 
 
 def test_accuracies_are_those_counted_by_hand():
@@ -260,7 +262,7 @@ def test_reversal_is_the_share_of_swapped_pairs_whose_inverse_change_is_named():
         pair = bench.pair(right, [right], ["color"])  # in MiniChange's words
         pairs = [replace(pair, id=f"toy/{n}", reversed_prediction=captions.get(n)) for n in range(4)]
         parsed = parse_predictions({"toy": Grammar(grammar())}, pairs)
-        scores = change_accuracy.compute(pairs, {ALL_PAIRS: list(parsed)}, bench.tools(parsed=parsed))
+        scores = change_accuracy.compute(pairs, {ALL_PAIRS: list(parsed)}, bench.metric_inputs(parsed=parsed))
         assert scores.groups[ALL_PAIRS]["reversal"] == share
         assert ("predictions_reversed.json" in scores.absent.get("reversal", "")) is (share is None)
 
@@ -347,10 +349,10 @@ def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_pa
 
 
 def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():
-    tools = bench.tools(SIX, SIX_PREDICTIONS, SIX_PREDICTIONS, PARSED)
+    inputs = bench.metric_inputs(SIX, SIX_PREDICTIONS, SIX_PREDICTIONS, PARSED)
     for metric in (METRICS[name] for name in ("CIDEr", "ROUGE-L", "BLEU", "change_accuracy")):
         groups = GROUPS if not metric.java else {ALL_PAIRS: list(SIX), "change": ["0", "1"]}
-        scores = metric.compute(PAIRS, groups, tools)
+        scores = metric.compute(PAIRS, groups, inputs)
         assert tuple(scores.groups[ALL_PAIRS]) == metric.scores + metric.overall
         assert {name for of_pair in scores.pairs.values() for name in of_pair} == metric.columns.keys()
 
@@ -360,11 +362,11 @@ def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
     captions += ["BLEU-1-char", "BLEU-2-char", "BLEU-3-char", "BLEU-4-char", "SPICE"]
     changes = ["change_type_accuracy", "change_place_accuracy", "change_exact_accuracy", "no_change_recall"]
     changes += ["multi_change_place_f1", "multi_change_exact_f1", "reversal"]
-    assert gate_metrics() == [*captions, *changes, "judge"]
+    assert gate_scores() == [*captions, *changes, "judge"]
 
 
 def test_the_gate_takes_only_scores_of_the_chosen_metrics():
-    assert gate_metrics(["METEOR", "CIDEr"]) == ["CIDEr", "CIDEr-char", "METEOR"]
+    assert gate_scores(["METEOR", "CIDEr"]) == ["CIDEr", "CIDEr-char", "METEOR"]
 
 
 def test_metrics_are_chosen_in_the_order_of_the_list():
@@ -376,9 +378,10 @@ def test_an_unknown_metric_is_refused():
         choose_metrics(["BLUE"])
 
 
-def test_some_metrics_have_a_program_are_optional_or_need_no_java():
+def test_some_metrics_have_a_program_need_another_input_or_need_no_java():
     assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
-    assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE", "judge", "pixel_threshold"]
+    extra_inputs = {name: metric.extra_input for name, metric in METRICS.items() if metric.extra_input}
+    assert extra_inputs == {"SPICE": "spice_dir", "judge": "judge", "pixel_threshold": "images"}
     without_java = ["change_accuracy", "judge", "pixel_threshold"]
     assert [name for name, metric in METRICS.items() if not metric.java] == without_java
 
@@ -395,7 +398,7 @@ def table(protocol: str = P, **columns: list) -> pa.Table:
 
 
 def metric(**resampled: Resampled) -> Metric:
-    return Metric(lambda pairs, groups, tools: MetricScores({}, {}), "score", ("score",), resampled=resampled)
+    return Metric(lambda pairs, groups, inputs: MetricScores({}, {}), "score", ("score",), resampled=resampled)
 
 
 def test_a_plain_column_counts_as_value_and_one_and_null_as_nothing():

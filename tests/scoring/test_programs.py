@@ -38,7 +38,7 @@ QUICK = {i: [caption, "another reference"] for i, caption in {"a": "a red cube",
 
 def quick_protocol() -> ProtocolPairs:
     pairs = [bench.pair(texts[0], texts, [], i) for i, texts in QUICK.items()]
-    return ProtocolPairs("toy", Protocol("test", n=None, tokenizer="whitespace"), pairs)
+    return ProtocolPairs("toy", Protocol("test", published_pairs=None, tokenizer="whitespace"), pairs)
 
 
 def score(metrics: list[str], limit_s: int = 60, spice_dir: Path | None = None) -> MetricScores:
@@ -200,8 +200,8 @@ TEXT_GROUPS = {ALL_PAIRS: list(GROUP_TEXTS), "some": ["b", "a"], "one": ["c"], "
 def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
     """The scores of GROUP_TEXTS from a program's answers by text."""
     of_items = {(text, ("x",)): answer for text, answer in answers.items()}
-    tools = bench.tools(dict.fromkeys(GROUP_TEXTS, ["x"]), GROUP_TEXTS, answers=of_items)
-    return METRICS[metric].compute([], TEXT_GROUPS, tools)
+    inputs = bench.metric_inputs(dict.fromkeys(GROUP_TEXTS, ["x"]), GROUP_TEXTS, answers=of_items)
+    return METRICS[metric].compute([], TEXT_GROUPS, inputs)
 
 
 def test_meteor_of_a_group_is_that_of_its_summed_statistics():
@@ -377,12 +377,12 @@ def test_an_identical_reference_that_does_not_match_in_whole_is_no_answer(tmp_pa
 def test_items_are_shared_out_by_length_and_each_once():
     items: list[Item] = [(f"{'word ' * (number % 7)}{number}", ("x",)) for number in range(100)]
     items += [(f"it 's {number}", ("x",)) for number in range(10)]
-    parts = meteor.share_out(items, 4)
+    parts = meteor.divide_by_time(items, 4)
     assert sorted(item for part in parts for item in part) == sorted(items)
     costs = [sum(len(item[0]) * (3 if meteor.needs_normalising(item) else 1) for item in part) for part in parts]
     assert max(costs) < 1.3 * min(costs)
     assert [any(map(meteor.needs_normalising, part)) for part in parts] == [False, False, False, True]
-    assert meteor.share_out([], 1) == []
+    assert meteor.divide_by_time([], 1) == []
 
 
 ENDS = {"dies": "echo no room >&2; exit 1", "is killed": "kill -9 $$", "says too little": "exit 0"}
@@ -684,7 +684,7 @@ def test_a_spice_that_was_asked_for_and_fails_is_refused(toy, capsys):
     bench.write_json(toy.folder / "p.json", {"0": "x", "1": "y"})
     rows = [{"image_id": i, "caption": f"the cube {i}"} for i in range(2)]
     bench.write_json(toy.folder / "r.json", {"images": [{"id": 0}, {"id": 1}], "annotations": rows})
-    toy.monkeypatch.setattr("m3diff.commands.score.metrics_of", lambda *_: choose_metrics(["SPICE"]))
+    toy.monkeypatch.setattr("m3diff.commands.score.find_computable_metrics", lambda *_: choose_metrics(["SPICE"]))
     files = [str(toy.folder / "p.json"), "--references", str(toy.folder / "r.json")]
     assert main(["score", *files, "--spice-dir", str(toy.jars)]) == DATA_REFUSED
     cause = Fault("scoring.program_failed", status=1, last_words="scriptEngine")

@@ -88,7 +88,11 @@ def test_a_pairs_length_is_the_mean_of_its_references_with_words(words: tuple[in
 
 def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
     pairs = [PAIRS[0], replace(PAIRS[1], id="more/1", dataset="more"), PAIRS[2]]
-    protocols = (Protocol("total", n=None), Protocol("first", n=1, ids="0"), Protocol("none", n=3, ids="[34]"))
+    protocols = (
+        Protocol("total", published_pairs=None),
+        Protocol("first", published_pairs=1, ids="0"),
+        Protocol("none", published_pairs=3, ids="[34]"),
+    )
     specs = {"toy": replace(PAIRS_SPEC, protocols=protocols), "more": PAIRS_SPEC, "empty": PAIRS_SPEC}
     selected = select_protocols(pairs, specs)
     assert {protocol.name: [pair.id for pair in protocol.pairs] for protocol in selected} == {
@@ -103,9 +107,9 @@ def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
 @pytest.mark.parametrize(
     ("protocol", "ids"),
     [
-        (Protocol("even", n=3, ids="[024]"), ["toy/0", "toy/2", "toy/4"]),
-        (Protocol("color", n=1, change_types=("color",)), ["toy/0"]),
-        (Protocol("both", n=3, change_types=("removal", "color")), ["toy/0", "toy/1", "toy/3"]),
+        (Protocol("even", published_pairs=3, ids="[024]"), ["toy/0", "toy/2", "toy/4"]),
+        (Protocol("color", published_pairs=1, change_types=("color",)), ["toy/0"]),
+        (Protocol("both", published_pairs=3, change_types=("removal", "color")), ["toy/0", "toy/1", "toy/3"]),
     ],
     ids=["by whole ids", "by one type", "by two types"],
 )
@@ -127,7 +131,7 @@ def test_a_protocol_takes_pairs_by_whole_ids_and_by_their_change_types(protocol,
 def test_references_are_joined_and_every_text_is_cut_by_the_protocol(rules, references, captions):
     pair = bench.pair("one  two three", ["a b", "c d"], [])
     pair = replace(pair, shuffled_prediction="four five six", reversed_prediction="seven eight nine")
-    (scored_pair,) = apply_protocol(Protocol("p", n=1, **rules), [pair])
+    (scored_pair,) = apply_protocol(Protocol("p", published_pairs=1, **rules), [pair])
     assert scored_pair.references == references
     predictions = [scored_pair.prediction, scored_pair.shuffled_prediction, scored_pair.reversed_prediction]
     assert predictions == captions
@@ -139,7 +143,7 @@ def test_a_part_of_a_dataset_has_the_protocols_of_its_name():
 
 
 def test_a_dataset_without_protocols_has_one_of_all_pairs():
-    assert list_protocols("mine", DATASETS["omnidiff"]) == (Protocol("test", n=None),)
+    assert list_protocols("mine", DATASETS["omnidiff"]) == (Protocol("test", published_pairs=None),)
 
 
 def test_a_dataset_of_another_name_has_the_protocols_of_its_reader():

@@ -176,9 +176,9 @@ def scores_of_first_protocols(metrics_file: Path) -> dict[str, dict[str, Any]]:
 def card_titles() -> dict[str, str]:
     """Return the scores of metrics.json that the card shows, with their titles, in order. All are shown times 100."""
     titles = {}
-    for score, headline in headline_scores_by_metric().items():
-        if headline.card_title is not None:
-            titles[score] = headline.card_title
+    for score, headline_score in headline_scores_by_metric().items():
+        if headline_score.card_title is not None:
+            titles[score] = headline_score.card_title
     return titles
 
 

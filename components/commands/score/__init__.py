@@ -14,22 +14,21 @@ from m3diff.commands.score.matching import MatchedPairs, find_pairs
 from m3diff.commands.score.references import References, find_references
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_task, require_references
-from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import draw_ahead, intervals
 from m3diff.scoring.grammar import parse_predictions
-from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, choose_metrics
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, Metric
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs, apply_protocol
 from m3diff.scoring.results import score_table
-from m3diff.scoring.run import compute_metrics, metrics_of_all
+from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 
 LIMIT_S = 3600  # time limit of a Java scorer in seconds; SPICE gets more, depending on its captions
 # Scores that are not reported, because a file of captions has no captions of shuffled pairs
-CONTROL_SCORES = {name for name, headline in HEADLINE_SCORES.items() if headline.is_shuffled_control}
+CONTROL_SCORES = {name for name, score in HEADLINE_SCORES.items() if score.is_shuffled_control}
 
 
 def score(
@@ -46,7 +45,7 @@ def score(
     Args:
         predictions: file of captions in a format supported by `predictions.read_predictions`.
         benchmark: name of a benchmark from `task.benchmarks`. None to use the references without a benchmark.
-        protocol: name of one of the benchmark's protocols. None for its headline protocol.
+        protocol: name of one of the benchmark's protocols. None for its main protocol.
         references: COCO captions, or the user's own table of pairs.
         data: alternative to `references`: the dataset's folder, or ingest's records of the dataset.
         spice_dir: folder with SPICE's jars. None to leave SPICE out.
@@ -86,13 +85,13 @@ def score_pairs(
         # the texts are already joined and truncated; if not, `find_pairs` has reported a fault
         rules = replace(rules, references="all", max_words=None)
     protocol_pairs = ProtocolPairs(task.dataset, task.protocol, apply_protocol(rules, matched.pairs))
-    metrics = metrics_of(task.protocol, references, spice_dir)
+    metrics = find_computable_metrics(references, spice_dir)
     parsed = {}
     if references.grammar is not None:
         parsed = parse_predictions({task.dataset: references.grammar}, protocol_pairs.pairs)
     notes: list[str] = []
     drawn_counts: list[np.ndarray] = []
-    shown_metrics = metrics_of_all(metrics, [protocol_pairs])
+    shown_metrics = list_metrics_of_protocols(metrics, [protocol_pairs])
 
     def work_without_scores() -> None:
         predictions = [pair.prediction for pair in matched.pairs]
@@ -104,10 +103,10 @@ def score_pairs(
     scores = all_scores[protocol_pairs.name]
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError("score.spice_failed", path=spice_dir, cause=scores.absent["SPICE"])
-    headline = task.protocol.headline
-    published = sorted(task.published, key=lambda row: -(row.scores.get(headline) or 0.0))
+    ranking_score = task.protocol.ranking_score
+    published = sorted(task.published, key=lambda row: -(row.scores.get(ranking_score) or 0.0))
     if protocol_pairs.counts_characters:
-        headline = f"{headline}{BY_CHARACTERS}"
+        ranking_score = f"{ranking_score}{BY_CHARACTERS}"
         published = []  # published scores are computed on words
     pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL_PAIRS}
     return ScoreReport(
@@ -116,9 +115,9 @@ def score_pairs(
         source=task.protocol.source,
         tokenizer=task.protocol.tokenizer,
         counts_characters=protocol_pairs.counts_characters,
-        headline=headline,
+        headline=ranking_score,
         pairs=len(protocol_pairs.pairs),
-        published_pairs=task.protocol.n,
+        published_pairs=task.protocol.published_pairs,
         references=sum(len(pair.references) for pair in protocol_pairs.pairs),
         scores={name: value for name, value in scores.groups[ALL_PAIRS].items() if name not in CONTROL_SCORES},
         intervals=intervals(
@@ -135,14 +134,17 @@ def score_pairs(
     )
 
 
-def metrics_of(protocol: Protocol, references: References, spice_dir: Path | None) -> dict[str, Metric]:
-    """Return the metrics to compute: those of the protocol, and change accuracy if there is a grammar.
+def find_computable_metrics(references: References, spice_dir: Path | None) -> dict[str, Metric]:
+    """Return every metric of METRICS whose inputs are available. There are never images or a judge.
 
-    SPICE is included only if `spice_dir`, the folder with its jars, is given.
+    Args:
+        references: the references. If they have a grammar, metrics that need one are included.
+        spice_dir: folder with SPICE's jars. None to leave SPICE out.
     """
-    names = set(protocol.metrics) - {"SPICE"}
-    if spice_dir is not None:
-        names.add("SPICE")
-    if references.grammar is not None:
-        names.add("change_accuracy")
-    return choose_metrics(names)
+    computable_metrics = {}
+    for name, metric in METRICS.items():
+        has_grammar = references.grammar is not None or not metric.needs_grammar
+        has_extra_input = metric.extra_input is None or (metric.extra_input == "spice_dir" and spice_dir is not None)
+        if has_grammar and has_extra_input:
+            computable_metrics[name] = metric
+    return computable_metrics

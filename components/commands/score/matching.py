@@ -59,8 +59,8 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
         faults += [fault.at(key="references") for fault in find_reference_faults(protocol_pairs, task)]
     faults += predictions.faults
     faults += find_caption_faults(caption_by_name, known_names, protocol_pairs, task.counts)
-    if protocol.n is not None and len(scored_pairs) != protocol.n:
-        faults.append(Fault("score.other_number_of_pairs", value=len(scored_pairs), expected=protocol.n))
+    if protocol.published_pairs is not None and len(scored_pairs) != protocol.published_pairs:
+        faults.append(Fault("score.other_number_of_pairs", value=len(scored_pairs), expected=protocol.published_pairs))
     if faults and not allow_faults:
         raise DataError(
             "score.faults_not_allowed", path=path, dataset=task.dataset, protocol=protocol.name, faults=faults

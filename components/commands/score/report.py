@@ -24,7 +24,7 @@ class ScoreReport(BaseModel):
     """Source that describes the protocol."""
     tokenizer: str
     headline: str
-    """Score by which `published` is sorted."""
+    """Score by which `published` is sorted, which is `Protocol.ranking_score` on words or on characters."""
     pairs: int
     published_pairs: int | None
     """Number of pairs that papers score, or None if it is not known."""

@@ -80,28 +80,28 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
 
     Args:
         benchmark: name of the benchmark. None to use `references` without a benchmark.
-        protocol: name of the protocol. None for the benchmark's headline protocol.
+        protocol: name of the protocol. None for the benchmark's main protocol.
 
     Raises:
         DataError: the benchmark or the protocol does not exist.
     """
     if benchmark is None and references is not None:
-        return ScoringTask(references.stem, Protocol("as given", n=None))
+        return ScoringTask(references.stem, Protocol("as given", published_pairs=None))
     known_benchmarks = benchmarks()  # imports every dataset
     if benchmark not in known_benchmarks:
         raise DataError("score.benchmark_unknown", value=benchmark, names=list(known_benchmarks))
     spec = known_benchmarks[benchmark].spec
     protocols = {candidate.name: candidate for candidate in list_protocols(benchmark, spec)}
-    headline = next(iter(protocols))
+    main_protocol = next(iter(protocols))
     if protocol is not None and protocol not in protocols:
         raise DataError("score.protocol_unknown", key=benchmark, value=protocol, names=list(protocols))
-    chosen = protocols[protocol or headline]
+    chosen = protocols[protocol or main_protocol]
     return ScoringTask(
         dataset=benchmark,
         protocol=chosen,
         spec=spec,
         counts=find_counts(chosen, known_benchmarks[benchmark].test_counts),
-        published=find_published_rows(benchmark, chosen, is_headline=chosen.name == headline),
+        published=find_published_rows(benchmark, chosen, is_main_protocol=chosen.name == main_protocol),
     )
 
 
@@ -110,8 +110,8 @@ def find_counts(protocol: Protocol, test_counts: SplitCount | None) -> SplitCoun
 
     If the protocol does not include the whole test split, only the number of pairs is known.
     """
-    if test_counts is not None and protocol.n == test_counts.pairs:
+    if test_counts is not None and protocol.published_pairs == test_counts.pairs:
         if protocol.references == "joined":
             return replace(test_counts, references=test_counts.pairs)
         return test_counts
-    return None if protocol.n is None else SplitCount(protocol.n)
+    return None if protocol.published_pairs is None else SplitCount(protocol.published_pairs)

@@ -238,9 +238,9 @@ SPEC = DatasetSpec(
     read=read,
     files=ANNOTATIONS,
     protocols=(
-        Protocol("total", n=None),
-        Protocol("semantic", n=None, ids=r"\d+\.png", pairs="pairs with a change"),
-        Protocol("distractor", n=None, ids=r"\d+\.png_n", pairs="pairs without a change"),
+        Protocol("total", published_pairs=None),
+        Protocol("semantic", published_pairs=None, ids=r"\d+\.png", pairs="pairs with a change"),
+        Protocol("distractor", published_pairs=None, ids=r"\d+\.png_n", pairs="pairs without a change"),
     ),
     grammar=lambda root: read_json(root / "grammar.json", dict),
     singles=read_singles,

@@ -1,8 +1,9 @@
 """The list of all metrics, the types that describe a metric, and the inputs of metrics.
 
-To add a metric, write a file next to this one and add a line to METRICS. To show its main score wherever runs are
-compared (in headline.json, the report, the model card and MLflow), add a line to HEADLINE_SCORES. Importing this file
-is cheap because metrics import the packages they need inside `compute`.
+To add a metric, write a file next to this one and add a line to METRICS. That is enough for `m3diff score`, which
+computes every metric whose inputs it has. `evaluate` computes the metrics in `evaluate.metrics` of params.yaml. To show
+a score wherever runs are compared (in headline.json, the report, the model card and MLflow), add a line to
+HEADLINE_SCORES. Importing this file is cheap because metrics import the packages they need inside `compute`.
 """
 
 from abc import ABC, abstractmethod
@@ -93,7 +94,7 @@ class JudgeVerdict(NamedTuple):
     answer: str
 
 
-class Tools(NamedTuple):
+class MetricInputs(NamedTuple):
     """Inputs of a metric in addition to the pairs of a protocol.
 
     tokens: tokens of the pairs' captions. Empty if no metric needs Java.
@@ -140,7 +141,7 @@ class Metric:
 
     Attributes:
         compute: function that scores the pairs of one protocol.
-        headline: score that is shown where there is room for only one score per metric.
+        main_score: score that is shown where there is room for only one score per metric.
         scores: names of the scores of every group of pairs. Papers print them times 100.
         overall: names of the scores that exist only for all pairs of a protocol together.
         columns: columns of scores.parquet for the scores of a pair: name -> Arrow type.
@@ -150,12 +151,16 @@ class Metric:
         program: function that creates the metric's Java program. Its arguments are SPICE's folder and the time limit in
             seconds. None if the metric does not have a Java program.
         needs_grammar: whether the metric needs a grammar to read the captions. A dataset without one has no score.
-        optional: whether tables of the report leave the metric out if it was not computed.
-        reads: the input of the metric: tokens of any language, English tokens, or something else.
+        extra_input: input that a user may not have: the images, a judge, or the folder with SPICE's jars. None for a
+            metric of captions. `m3diff score` has no images and no judge, so it leaves such metrics out. Tables of the
+            report leave a metric with an extra input out if it was not computed.
+        reads: the texts that the metric reads: tokens of any language, tokens of English captions only, or none of
+            these. Metrics for English are not computed for scripts without spaces between words, and a note names them
+            if references are in another language.
     """
 
-    compute: Callable[[list[EvalPair], Groups, Tools], MetricScores]
-    headline: str
+    compute: Callable[[list[EvalPair], Groups, MetricInputs], MetricScores]
+    main_score: str
     scores: tuple[str, ...]
     overall: tuple[str, ...] = ()
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -164,7 +169,7 @@ class Metric:
     java: bool = True
     program: Callable[[Path | None, int], Program] | None = None
     needs_grammar: bool = False
-    optional: bool = False
+    extra_input: Literal["images", "judge", "spice_dir"] | None = None
     reads: Literal["tokens", "English", "other"] = "other"
 
 
@@ -304,8 +309,8 @@ def headline_scores_by_metric() -> dict[str, HeadlineScore]:
 def make_character_variant(metric: Metric) -> Metric:
     """Return a variant of the metric that is computed on characters. Its scores and columns have names with -char."""
 
-    def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-        scores = metric.compute(pairs, groups, tools)
+    def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
+        scores = metric.compute(pairs, groups, inputs)
         return MetricScores(
             groups={group: add_character_suffix(values) for group, values in scores.groups.items()},
             pairs={pair_id: add_character_suffix(values) for pair_id, values in scores.pairs.items()},
@@ -319,7 +324,7 @@ def make_character_variant(metric: Metric) -> Metric:
     return replace(
         metric,
         compute=compute,
-        headline=f"{metric.headline}{BY_CHARACTERS}",
+        main_score=f"{metric.main_score}{BY_CHARACTERS}",
         scores=tuple(f"{name}{BY_CHARACTERS}" for name in metric.scores),
         overall=tuple(f"{name}{BY_CHARACTERS}" for name in metric.overall),
         columns=add_character_suffix(metric.columns),
@@ -356,7 +361,7 @@ def needs_java(metrics: Mapping[str, Metric]) -> bool:
     return any(metric.java for metric in metrics.values())
 
 
-def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:
+def gate_scores(chosen: Iterable[str] | None = None) -> list[str]:
     """Return the names of the scores that the gate can use, which are the valid values of `promote.metric`.
 
     The gate compares two models pair by pair and treats a higher score as better.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, score_each_group
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, PairValue, Resampled, score_each_group
 from m3diff.scoring.metrics.ngrams import ORDERS, SharedNgrams, sum_by_order
 from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
@@ -46,9 +46,9 @@ class BleuStatistics:
         )
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score each group as a corpus, because BLEU is not a mean over pairs. For a single pair, store only BLEU-4."""
-    shared = tools.tokens.shared
+    shared = inputs.tokens.shared
     rows = count_statistics(shared)
 
     def score_corpus(pair_ids: list[str]) -> dict[str, float]:
@@ -123,7 +123,7 @@ def resampled_bleu(order: int) -> Resampled:
 
 METRIC = Metric(
     compute,
-    headline="BLEU-4",
+    main_score="BLEU-4",
     scores=SCORES,
     columns={"BLEU-4": "double", STATISTICS: "list<double>"},
     resampled={name: resampled_bleu(order) for order, name in enumerate(SCORES)},

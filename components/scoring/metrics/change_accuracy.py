@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, fields
 import numpy as np
 
 from m3diff.scoring.grammar import Correctness, ParsedCaption
-from m3diff.scoring.metrics import Metric, MetricScores, PairValue, Resampled, Tools, Value, divide_sums
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, PairValue, Resampled, Value, divide_sums
 from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 NO_GRAMMAR = (
@@ -76,13 +76,13 @@ class PairStatistics:
 COUNTS = [field.name for field in fields(PairStatistics)]
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score the pairs whose references a grammar can read. Which scores a group has depends on the kind of group.
 
     If the grammar cannot read most captions, all scores except `unreadable` are absent. Otherwise, captions that the
     grammar cannot read would count as wrong.
     """
-    parsed = {pair_id: tools.parsed[pair_id] for pair_id in groups[ALL_PAIRS] if pair_id in tools.parsed}
+    parsed = {pair_id: inputs.parsed[pair_id] for pair_id in groups[ALL_PAIRS] if pair_id in inputs.parsed}
     unreadable_share = share_of_true(caption.is_unreadable for caption in parsed.values())
     is_judged = unreadable_share is None or unreadable_share <= MAX_UNREADABLE_SHARE
     judged = parsed if is_judged else {}
@@ -95,10 +95,10 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     pair_scores = {pair_id: pair_values(caption, is_judged) for pair_id, caption in parsed.items()}
     absent = {"reversal": NO_REVERSED} if scores[ALL_PAIRS]["reversal"] is None else {}
     if unreadable_share is None:
-        absent = {METRIC.headline: NO_GRAMMAR}
+        absent = {METRIC.main_score: NO_GRAMMAR}
     elif not is_judged:
-        percentage = f"{100 * unreadable_share:.0f} % of the captions"
-        reason = f"the grammar does not know the words of {percentage}, so nothing can be read from them"
+        unreadable_captions = f"{100 * unreadable_share:.0f} % of the captions"
+        reason = f"the grammar does not know the words of {unreadable_captions}, so nothing can be read from them"
         absent = {score: reason for score in METRIC.overall if score != "unreadable"}
     return MetricScores(scores, pair_scores, absent)
 
@@ -247,7 +247,7 @@ RESAMPLED = {
 }
 METRIC = Metric(
     compute,
-    headline="change_type_accuracy",
+    main_score="change_type_accuracy",
     scores=(),
     overall=tuple(RESAMPLED),
     columns={"predicted_type": "string"}

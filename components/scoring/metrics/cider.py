@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, Tools, Value, mean_of
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, Value, mean_of
 from m3diff.scoring.metrics.ngrams import SharedNgrams, distinct, sum_by_order
 from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
@@ -11,12 +11,12 @@ ONE_PAIR = "there is one pair: CIDEr weighs a word by how few of the pairs' refe
 SIGMA = 6.0
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score each group from 0 to 10.
 
     N-grams are weighted by the references of the group, so the groups' scores do not average to the score of all pairs.
     """
-    tokens = tools.tokens
+    tokens = inputs.tokens
     shared = tokens.shared
     pair_scores = {group: cider(shared, shared.pair_numbers(ids)) for group, ids in groups.items() if ids}
     scores: dict[str, dict[str, Value]] = {
@@ -90,7 +90,7 @@ def cider(shared: SharedNgrams, pairs: np.ndarray, idf: np.ndarray | None = None
 
 METRIC = Metric(
     compute,
-    headline="CIDEr",
+    main_score="CIDEr",
     scores=("CIDEr",),
     overall=("CIDEr_shuffled",),
     columns={"CIDEr": "double"},

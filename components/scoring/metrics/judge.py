@@ -21,9 +21,9 @@ from m3diff.records.errors import cause_of
 from m3diff.scoring.metrics import (
     JudgeVerdict,
     Metric,
+    MetricInputs,
     MetricScores,
     PairValue,
-    Tools,
     Value,
     mean_of,
     score_each_group,
@@ -131,20 +131,20 @@ def sample_pairs(pairs: list[EvalPair], count: int) -> list[EvalPair]:
 
     Pairs are chosen by the hash of their ids, so every run judges the same pairs.
     """
-    by_hash = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
-    sampled_ids = {pair.id for pair in by_hash[:count]}
+    sorted_pairs = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
+    sampled_ids = {pair.id for pair in sorted_pairs[:count]}
     return [pair for pair in pairs if pair.id in sampled_ids]
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score a sample of at most `evaluate.judge.pairs` pairs of the protocol.
 
     Raises:
         ScorerFailed: no judge is configured, or its endpoint fails.
     """
-    if tools.judge is None:
+    if inputs.judge is None:
         raise ScorerFailed("scoring.no_judge")
-    verdicts = tools.judge(pairs)
+    verdicts = inputs.judge(pairs)
 
     def score_group(pair_ids: list[str]) -> dict[str, Value]:
         sampled_verdicts = [verdicts[pair_id].is_right for pair_id in pair_ids if pair_id in verdicts]
@@ -164,10 +164,10 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
 
 METRIC = Metric(
     compute,
-    headline="judge",
+    main_score="judge",
     scores=("judge", "judge_answered"),
     columns={"judge": "bool", "judge_answer": "string"},
     resampled={"judge": mean_of("judge")},
     java=False,
-    optional=True,
+    extra_input="judge",
 )

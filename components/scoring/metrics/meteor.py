@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Resampled, Tools, score_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricInputs, MetricScores, Program, Resampled, score_each_group
 from m3diff.scoring.metrics.java import JavaProgram, ScorerFailed, programs_at_once
 from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_paraphrases
 from m3diff.scoring.pairs import EvalPair, Groups
@@ -85,13 +85,13 @@ class MeteorProgram(Program):
 
     def start_processes(self, items: Sequence[Item]) -> None:
         """Start the processes. Their number depends on the CPUs, the memory and the number of items."""
-        self.asked_items = {item: without_needless_references(item) for item in items}
+        self.asked_items = {item: remove_needless_references(item) for item in items}
         link_or_copy(self.jar, self.folder / self.jar.name)
         with gzip.open(self.folder / "paraphrases.gz", "wb", compresslevel=1) as file:
             file.write(matching_paraphrases(self.table.result(), items))
         distinct_items = list(dict.fromkeys(self.asked_items.values()))
         useful_processes = min(MAX_PROCESSES, max(1, len(distinct_items) // ITEMS_A_PROCESS))
-        shares = share_out(distinct_items, programs_at_once(useful_processes))
+        shares = divide_by_time(distinct_items, programs_at_once(useful_processes))
         self.processes = [self.start_process(share) for share in shares]
 
     def answers(self) -> dict[Item, list[float]]:
@@ -104,7 +104,7 @@ class MeteorProgram(Program):
             self.started.result()
         statistics: dict[Item, list[float]] = {}
         for process in self.processes:
-            statistics |= statistics_of(process)
+            statistics |= wait_for_statistics(process)
         # so far, a reference that equals the prediction has always matched completely. If it does not, another
         # reference could be better, so the item is scored with all its references
         doubtful_items = [
@@ -113,7 +113,7 @@ class MeteorProgram(Program):
             if item != asked_item and not is_exact(statistics[asked_item])
         ]
         if doubtful_items:
-            statistics |= statistics_of(self.start_process(doubtful_items))
+            statistics |= wait_for_statistics(self.start_process(doubtful_items))
         answers = {}
         for item, asked_item in self.asked_items.items():
             numbers = statistics.get(item) or statistics[asked_item]
@@ -133,7 +133,7 @@ class MeteorProgram(Program):
         return MeteorProcess(items, self.running.enter_context(java))
 
 
-def without_needless_references(item: Item) -> Item:
+def remove_needless_references(item: Item) -> Item:
     """Remove the references that cannot be the best match of the prediction.
 
     The statistics come from the best reference only. A reference that equals the prediction scores 1, so the others are
@@ -161,8 +161,8 @@ def needs_normalising(item: Item) -> bool:
     return not all(NORMAL.fullmatch(text) for text in (prediction, *references))
 
 
-def share_out(items: Sequence[Item], processes: int) -> list[list[Item]]:
-    """Divide the items into shares that take about the same time.
+def divide_by_time(items: Sequence[Item], processes: int) -> list[list[Item]]:
+    """Divide the items into lists that take about the same time to score, one list per process.
 
     Items that need the normaliser are kept together, because it is enabled for a whole process.
     """
@@ -176,7 +176,7 @@ def share_out(items: Sequence[Item], processes: int) -> list[list[Item]]:
     return [ordered[start:end] for start, end in pairwise(cuts) if start < end]
 
 
-def statistics_of(process: MeteorProcess) -> dict[Item, list[float]]:
+def wait_for_statistics(process: MeteorProcess) -> dict[Item, list[float]]:
     """Wait for a process and return the statistics of its items.
 
     Raises:
@@ -195,10 +195,10 @@ def statistics_of(process: MeteorProcess) -> dict[Item, list[float]]:
     return dict(zip(process.items, statistics, strict=True))
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score pairs and groups. As in METEOR, a group's score is computed from summed statistics and is not a mean."""
-    tokens = tools.tokens
-    statistics = {pair_id: tools.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
+    tokens = inputs.tokens
+    statistics = {pair_id: inputs.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
 
     def score_group(pair_ids: list[str]) -> dict[str, float]:
         sums = np.sum([statistics[pair_id] for pair_id in pair_ids], axis=0)
@@ -213,35 +213,49 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
 
 def meteor(sums: np.ndarray) -> np.ndarray:
     """Return the scores for summed statistics, [..., 23] -> [...]: weighted F-score with a fragmentation penalty."""
-    words, reference_words, functions, reference_functions = (sums[..., i] for i in range(4))
+    words, reference_words, function_words, reference_function_words = (sums[..., i] for i in range(4))
     matches = sums[..., 4:20].reshape(*sums.shape[:-1], 4, 4)  # [matcher, content and function words of each side]
     chunks, matched, reference_matched = (sums[..., i] for i in range(20, 23))
     with np.errstate(divide="ignore", invalid="ignore"):
-        precision = weigh_matches(matches[..., 0], matches[..., 2]) / weighted_length(words, functions)
-        recall = weigh_matches(matches[..., 1], matches[..., 3]) / weighted_length(reference_words, reference_functions)
+        precision = weigh_matches(matches[..., 0], matches[..., 2]) / weigh_words(words, function_words)
+        reference_length = weigh_words(reference_words, reference_function_words)
+        recall = weigh_matches(matches[..., 1], matches[..., 3]) / reference_length
         mean = 1.0 / ((1.0 - ALPHA) / precision + ALPHA / recall)
         fragmentation = chunks / ((matched + reference_matched) / 2)
         score = mean * (1.0 - GAMMA * fragmentation**BETA)
     return np.where(np.isnan(score), 0.0, np.maximum(score, 0.0))
 
 
-def weigh_matches(content: np.ndarray, function: np.ndarray) -> np.ndarray:
-    """Return the weighted sum of content and function word matches in METEOR's order, [..., matcher] -> [...]."""
-    total = np.zeros(content.shape[:-1])
-    for matches, kind_weight in ((content, DELTA), (function, 1.0 - DELTA)):
+def weigh_matches(content_matches: np.ndarray, function_matches: np.ndarray) -> np.ndarray:
+    """Return the weighted sum of matched words, [..., matcher] -> [...].
+
+    The products are added in the same order as in METEOR's Java code: first all matchers of content words, then all
+    matchers of function words. Another order could round differently.
+
+    Args:
+        content_matches, function_matches: [..., matcher] number of matched content words and of matched function words.
+            The matchers are in the order of WEIGHTS.
+    """
+    total = np.zeros(content_matches.shape[:-1])
+    for matches, kind_weight in ((content_matches, DELTA), (function_matches, 1.0 - DELTA)):
         for matcher, matcher_weight in enumerate(WEIGHTS):
             total = total + matches[..., matcher] * matcher_weight * kind_weight
     return total
 
 
-def weighted_length(words: np.ndarray, functions: np.ndarray) -> np.ndarray:
-    """Return the weighted number of words. Function words have a lower weight."""
-    return DELTA * (words - functions) + (1.0 - DELTA) * functions
+def weigh_words(words: np.ndarray, function_words: np.ndarray) -> np.ndarray:
+    """Return the weighted number of words, [...]. Function words have a lower weight than content words.
+
+    Args:
+        words: [...] number of all words.
+        function_words: [...] number of function words among them.
+    """
+    return DELTA * (words - function_words) + (1.0 - DELTA) * function_words
 
 
 METRIC = Metric(
     compute,
-    headline="METEOR",
+    main_score="METEOR",
     scores=("METEOR",),
     columns={"METEOR": "double", "METEOR_statistics": "list<double>"},
     resampled={"METEOR": Resampled("METEOR_statistics", meteor)},

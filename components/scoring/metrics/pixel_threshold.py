@@ -8,7 +8,7 @@ import numpy as np
 
 from m3diff.images.open import load_image
 from m3diff.records.errors import ValueFault
-from m3diff.scoring.metrics import Metric, MetricScores, Tools
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores
 from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
 
 KINDS = ("mean", "window")
@@ -65,12 +65,12 @@ def roc_auc(changed: list[float], unchanged: list[float]) -> float:
     return float((lower + lower_or_equal).mean() / (2 * len(ascending)))
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Compute the areas over all pairs with known change types. The areas depend on the images, not on the model.
 
     The areas are absent if the two images of a pair cannot be compared.
     """
-    del groups, tools
+    del groups, inputs
     judged_pairs = [pair for pair in pairs if pair.change_types]
     if len({pair.is_distractor for pair in judged_pairs}) < 2:
         return MetricScores({}, {}, dict.fromkeys(METRIC.overall, ONE_KIND))
@@ -94,10 +94,10 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
 
 METRIC = Metric(
     compute,
-    headline="pixel_window_auc",
+    main_score="pixel_window_auc",
     scores=(),
     overall=tuple(f"pixel_{kind}_auc" for kind in KINDS),
     columns={f"pixel_{kind}_difference": "double" for kind in KINDS},
     java=False,
-    optional=True,
+    extra_input="images",
 )

@@ -5,15 +5,15 @@ Recall is weighted 1.2 times. The best precision and the best recall may come fr
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricScores, Tools, mean_of, score_each_group
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, mean_of, score_each_group
 from m3diff.scoring.pairs import EvalPair, Groups
 
 BETA = 1.2
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score the pairs. The score of a group is the mean over its pairs."""
-    tokens = tools.tokens
+    tokens = inputs.tokens
     pair_scores = {
         pair_id: rouge_l(prediction, tokens.references[pair_id]) for pair_id, prediction in tokens.predictions.items()
     }
@@ -26,7 +26,11 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
 
 
 def rouge_l(prediction: str, references: list[str]) -> float:
-    """Return the ROUGE-L of a prediction. Words are joined by single spaces. An empty caption is one empty word."""
+    """Return the ROUGE-L of a prediction.
+
+    Args:
+        prediction, references: tokens joined by single spaces. An empty caption counts as one empty word.
+    """
     words = prediction.split(" ")
     positions: dict[str, int] = {}  # word -> integer whose bits are the positions of the word
     for position, word in enumerate(words):
@@ -63,7 +67,7 @@ def common_subsequence(positions: dict[str, int], length: int, words: list[str])
 
 METRIC = Metric(
     compute,
-    headline="ROUGE-L",
+    main_score="ROUGE-L",
     scores=("ROUGE-L",),
     columns={"ROUGE-L": "double"},
     resampled={"ROUGE-L": mean_of("ROUGE-L")},

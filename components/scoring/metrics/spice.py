@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from m3diff.records.copies import link_or_copy
-from m3diff.scoring.metrics import Item, Metric, MetricScores, Program, Tools, mean_of, score_each_group
+from m3diff.scoring.metrics import Item, Metric, MetricInputs, MetricScores, Program, mean_of, score_each_group
 from m3diff.scoring.metrics.java import OPTIONS, JavaMissing, ScorerFailed, last_words, require_java, run_java
 from m3diff.scoring.metrics.parses import (
     LMDB,
@@ -71,7 +71,7 @@ class SpiceProgram(Program):
         self.items: Sequence[Item] = ()
 
     def start(self, items: Sequence[Item]) -> None:
-        """Store the items for `answers`."""
+        """Keep the items until `answers` runs the program on them. Nothing is started yet."""
         self.items = items
 
     def answers(self) -> dict[Item, float | None]:
@@ -91,10 +91,10 @@ class SpiceProgram(Program):
         """Do nothing, because the program runs only inside `answers`."""
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score pairs and groups. A group's score is the mean F-score of its pairs that have one."""
-    tokens = tools.tokens
-    pair_scores = {pair_id: tools.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
+    tokens = inputs.tokens
+    pair_scores = {pair_id: inputs.answers[tokens.item(pair_id)] for pair_id in tokens.predictions}
 
     def mean(pair_ids: list[str]) -> dict[str, float | None]:
         scores = [pair_scores[pair_id] for pair_id in pair_ids if pair_scores[pair_id] is not None]
@@ -282,11 +282,11 @@ def check_spice(spice_dir: Path | None) -> SpiceCheck:
 
 METRIC = Metric(
     compute,
-    headline="SPICE",
+    main_score="SPICE",
     scores=("SPICE",),
     columns={"SPICE": "double"},
     resampled={"SPICE": mean_of("SPICE")},
     program=SpiceProgram,
-    optional=True,
+    extra_input="spice_dir",
     reads="English",
 )

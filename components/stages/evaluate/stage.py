@@ -23,7 +23,7 @@ from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import ProtocolPairs, load_specs, select_protocols
 from m3diff.scoring.results import EvaluateReport, headline_scores, score_table, summarise
-from m3diff.scoring.run import compute_metrics, metrics_of_all
+from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 
@@ -63,7 +63,7 @@ def evaluate(
         print(f"evaluate: note: {note}", flush=True)
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
-    metrics = metrics_of_all(metrics, protocols)
+    metrics = list_metrics_of_protocols(metrics, protocols)
     table = score_table(metrics, protocols, scores)
     bounds = {protocol.name: intervals(table, metrics, protocol.name) for protocol in protocols}
     report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
@@ -93,7 +93,7 @@ def check_complete(protocols: Iterable[ProtocolPairs]) -> None:
     """
     incomplete = []
     for protocol in protocols:
-        published_pairs = protocol.rules.n
+        published_pairs = protocol.rules.published_pairs
         if published_pairs is not None and len(protocol.pairs) < published_pairs:
             incomplete.append(
                 Fault(

@@ -59,7 +59,7 @@ def build_description(
         headline: the content of evaluate's headline.json: scores by protocol.
         training: the content of train's report.json.
     """
-    lines = [format_main_scores(headline), ""]
+    lines = [format_headline_scores(headline), ""]
     lines += format_score_table(headline)
     lines += format_training(training)
     commit = tags.get("git.commit")
@@ -79,7 +79,7 @@ def registry_titles() -> dict[str, str]:
     return titles
 
 
-def format_main_scores(headline: Mapping[str, Mapping[str, float]]) -> str:
+def format_headline_scores(headline: Mapping[str, Mapping[str, float]]) -> str:
     """Return a sentence with the main score of each protocol, such as `CIDEr 441.1 on minichange/total.`"""
     titles = registry_titles()
     parts = []

@@ -38,7 +38,7 @@ class Promote(Section):
 
     metric: str
     """Score that decides whether a version is promoted, such as `CIDEr` or `BLEU-4`. Higher is better. The possible
-    scores are listed by `m3diff.scoring.metrics.gate_metrics`."""
+    scores are listed by `m3diff.scoring.metrics.gate_scores`."""
 
     min_gain: float = Field(ge=0)
     """Minimum gain of a challenger, in units of `metric`. The lower bound of the gain's confidence interval must exceed

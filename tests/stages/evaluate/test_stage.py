@@ -95,7 +95,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
 
 def test_protocols_are_scored_on_their_own_pairs_and_an_incomplete_one_is_refused(tmp_path, monkeypatch):
     def set_pair_count(n: int) -> None:
-        protocols = (Protocol("total", n=n), Protocol("even", n=3, ids="[024]"))
+        protocols = (Protocol("total", published_pairs=n), Protocol("even", published_pairs=3, ids="[024]"))
         monkeypatch.setitem(DATASETS.data, "pairs", replace(DATASETS["pairs"], protocols=protocols))
 
     folders = bench.write(tmp_path)
@@ -128,14 +128,16 @@ def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
 
 def score(metrics: dict[str, Metric]) -> MetricScores:
     pairs = [replace(bench.pair("x", ["x"], []), id="a")]
-    return compute_metrics(metrics, [ProtocolPairs("toy", Protocol("test", n=None), pairs)], {}, None, 20)["toy/test"]
+    return compute_metrics(
+        metrics, [ProtocolPairs("toy", Protocol("test", published_pairs=None), pairs)], {}, None, 20
+    )["toy/test"]
 
 
 def metric(compute, headline: str = "words", **fields) -> Metric:
     return Metric(compute, headline, **({"scores": (headline,), "java": False} | fields))
 
 
-def constant(pairs, groups, tools) -> MetricScores:
+def constant(pairs, groups, inputs) -> MetricScores:
     return MetricScores({name: {"words": 2.0} for name in groups}, {"a": {"column": 1.0}})
 
 
@@ -160,7 +162,7 @@ def test_scores_of_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_
 
 def report(protocol: str = "total", n: int | None = 8) -> EvaluateReport:
     """Return a report in which every caption score is 0.5, with one interval and the real accuracies."""
-    spec = replace(DATASETS["pairs"], protocols=(Protocol(protocol, n=n),))
+    spec = replace(DATASETS["pairs"], protocols=(Protocol(protocol, published_pairs=n),))
     return bench.evidence(
         Path(), bench.pairs(), {"toy": spec}, intervals={"CIDEr": Interval(low=0.4, high=0.75)}
     ).report
