@@ -18,6 +18,10 @@ from m3diff.provenance.git import GitError, find_commit, process_lock, user_and_
 from m3diff.records.errors import DataError, Fault
 from m3diff.registry import decisions as decision_record
 from m3diff.registry.decisions import (
+    BRANCH,
+    BRANCH_NAME,
+    PENDING_REF,
+    Decision,
     Entry,
     OvertakenError,
     append_decision,
@@ -84,7 +88,7 @@ def make_rollback(target: int, champion_before: int | None) -> Entry:
 def test_the_commit_message_of_a_decision_is_its_json(clone, monkeypatch):
     monkeypatch.setenv("M3DIFF_FLOW_RUN", "f-1")
     decision = append_decision(Path("."), make_promotion(2, 1, previous=1, gate={"gain": 0.5}))
-    assert json.loads(git(clone, "log", "-1", "--format=%B", decision_record.BRANCH)) == {
+    assert json.loads(git(clone, "log", "-1", "--format=%B", BRANCH)) == {
         "number": 1,
         "at": decision.decided_at,
         "who": user_and_host(),
@@ -118,7 +122,7 @@ def test_a_decision_has_the_time_in_utc_and_its_author_with_the_host(clone):
 
 def test_a_decision_adds_no_file_to_its_branch(clone):
     append_decision(Path("."), make_promotion(1))
-    assert git(clone, "ls-tree", "-r", decision_record.BRANCH) == "", "the decision is only in the commit message"
+    assert git(clone, "ls-tree", "-r", BRANCH) == "", "the decision is only in the commit message"
 
 
 def test_writing_changes_no_file_index_or_head_and_runs_no_hook(clone):
@@ -141,9 +145,7 @@ def test_writing_changes_no_file_index_or_head_and_runs_no_hook(clone):
 def test_a_decision_is_by_m3diff_and_not_signed_even_if_the_person_signs(clone):
     git(clone, "config", "commit.gpgsign", "true")
     append_decision(clone, make_promotion(1))
-    assert (
-        git(clone, "log", "--format=%an <%ae> %cn", decision_record.BRANCH_NAME) == "m3diff <m3diff@localhost> m3diff"
-    )
+    assert git(clone, "log", "--format=%an <%ae> %cn", BRANCH_NAME) == "m3diff <m3diff@localhost> m3diff"
 
 
 def test_the_record_of_a_worktree_is_that_of_the_repository(clone, tmp_path):
@@ -188,12 +190,12 @@ def test_decisions_taken_out_or_put_in_are_named_and_history_exits_with_three(cl
         append_decision(Path("."), make_promotion(version, version - 1 or None))
     assert numbering_faults() == []
     assert main(["history"]) == 0
-    commits = git(clone, "rev-list", "--reverse", decision_record.BRANCH).split()
+    commits = git(clone, "rev-list", "--reverse", BRANCH).split()
     parent: tuple[str, ...] = ()
     for position in positions:  # as a person edits the branch
         message = git(clone, "log", "-1", "--format=%B", commits[position]).encode()
         parent = ("-p", git(clone, "commit-tree", EMPTY_TREE, *parent, stdin=message))
-    git(clone, "update-ref", decision_record.BRANCH, parent[1])
+    git(clone, "update-ref", BRANCH, parent[1])
     fault = Fault("registry.decision_misnumbered", position=misnumbered, value=3)
     assert numbering_faults() == [fault]
     capsys.readouterr()
@@ -210,16 +212,13 @@ def remove_object(root: Path, revision: str) -> None:
 
 
 def add_note(root: Path) -> None:
-    note = git(root, "commit-tree", EMPTY_TREE, "-p", decision_record.BRANCH, "-m", "a note")
-    git(root, "update-ref", decision_record.BRANCH, note)
+    note = git(root, "commit-tree", EMPTY_TREE, "-p", BRANCH, "-m", "a note")
+    git(root, "update-ref", BRANCH, note)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "the last commit is missing": (lambda root: remove_object(root, decision_record.BRANCH), "registry.damaged_record"),
-    "its parent is missing": (
-        lambda root: remove_object(root, f"{decision_record.BRANCH}^"),
-        "registry.damaged_record",
-    ),
+    "the last commit is missing": (lambda root: remove_object(root, BRANCH), "registry.damaged_record"),
+    "its parent is missing": (lambda root: remove_object(root, f"{BRANCH}^"), "registry.damaged_record"),
     "a commit is not a decision": (add_note, "registry.no_decision"),
 }
 
@@ -281,9 +280,7 @@ HISTORIES: dict[str, tuple[tuple[Entry, ...], list[int], list[int]]] = {
 @pytest.mark.parametrize(("entries", "champions", "rolled_back"), HISTORIES.values(), ids=HISTORIES)
 def test_champions_follow_each_other_and_a_rollback_takes_back_later_ones(entries, champions, rolled_back):
     facts: dict[str, Any] = {"decided_at": "", "author": "", "flow_run": None, "commit": None}
-    decisions = [
-        decision_record.Decision(**dict(entry), number=number, **facts) for number, entry in enumerate(entries, start=1)
-    ]
+    decisions = [Decision(**dict(entry), number=number, **facts) for number, entry in enumerate(entries, start=1)]
     history = decision_record.follow_champions(decisions, "m")
     assert history.champions == champions
     assert sorted(history.rolled_back) == rolled_back
@@ -314,7 +311,7 @@ def test_writers_at_once_lose_no_decision(clone):
 def test_a_writer_that_another_one_overtook_is_asked_to_try_again(clone, monkeypatch):
     for version in (1, 2):
         append_decision(clone, make_promotion(version))
-    older_tip = git(clone, "rev-parse", f"{decision_record.BRANCH}^")
+    older_tip = git(clone, "rev-parse", f"{BRANCH}^")
     with monkeypatch.context() as patch:
         patch.setattr(decision_record, "_find_tip", lambda repository: older_tip)
         with raises(OvertakenError, "registry.record_changed", branch="runs/history"):
@@ -349,7 +346,7 @@ def test_a_move_of_a_process_killed_before_it_was_recorded_is_not_pending(clone,
     write_ref = decision_record.write_ref
 
     def write_ref_until_killed(repository: Path, ref: str, *commits: str, **options: str) -> bool:
-        if ref != decision_record.PENDING_REF:
+        if ref != PENDING_REF:
             raise KeyboardInterrupt
         return write_ref(repository, ref, *commits, **options)
 
@@ -446,7 +443,7 @@ def test_a_remote_that_is_away_is_a_warning_and_gets_the_record_later(clone, oth
     remote.with_name("away").rename(remote)
     decide(clone, make_promotion(3, 2))
     assert capsys.readouterr().err == ""
-    assert git(remote, "rev-parse", decision_record.BRANCH) == git(clone, "rev-parse", decision_record.BRANCH)
+    assert git(remote, "rev-parse", BRANCH) == git(clone, "rev-parse", BRANCH)
 
 
 @pytest.fixture
@@ -471,7 +468,7 @@ def test_clones_that_decided_at_once_keep_both_records_and_say_so(clone, forked_
 def test_the_commands_in_the_warning_go_on_from_the_other_clone_s_record(clone, forked_clone, capsys):
     push_record(clone)
     warning = capsys.readouterr().err
-    for command in ("git fetch team runs/history", f"git update-ref {decision_record.BRANCH} FETCH_HEAD"):
+    for command in ("git fetch team runs/history", f"git update-ref {BRANCH} FETCH_HEAD"):
         assert command in warning
         git(clone, *command.split()[1:])
     assert list_targets(clone) == [1, 2]

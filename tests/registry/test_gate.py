@@ -114,10 +114,8 @@ def test_a_verdict_has_gain_interval_and_pairs_and_its_bound_decides(models):
         f"gain {verdict.gain:+.4f}, 95 % interval {verdict.low:+.4f} to {verdict.high:+.4f} over 600 pairs; "
         "the lower bound exceeds 0"
     )
-    assert (
-        compare_with_champion(make_gate(min_gain=verdict.low - 1e-6), *map(make_scores, models)).outcome == "promoted"
-    )
-    assert compare_with_champion(make_gate(min_gain=verdict.low), *map(make_scores, models)).outcome == "refused"
+    for min_gain, outcome in ((verdict.low - 1e-6, "promoted"), (verdict.low, "refused")):
+        assert compare_with_champion(make_gate(min_gain=min_gain), *map(make_scores, models)).outcome == outcome
     first_verdict = judge_without_champion(make_gate(guards={"SPICE": 0.1}), make_scores(models[0]))
     reason = f"there was no champion. {EXACT_ACCURACY} {challenger_mean:.4f} over 600 pairs of {PROTOCOL}"
     assert first_verdict == Verdict(
@@ -188,10 +186,8 @@ def test_a_guard_that_is_better_if_smaller_may_grow_by_exactly_its_tolerance(mod
     statistics[:pairs, COUNTS.index("changed_called_unchanged")] = 1  # says "no change" of these pairs
     challenger = challenger.set_column(2, "change_statistics", pa.array(statistics.tolist()))
     increase = round(pairs / 600, 6)
-    assert (
-        compare_with_champion(make_gate(guards={"false_no_change": increase}), challenger, champion).outcome
-        == "promoted"
-    )
+    gate_at_limit = make_gate(guards={"false_no_change": increase})
+    assert compare_with_champion(gate_at_limit, challenger, champion).outcome == "promoted"
     verdict = compare_with_champion(make_gate(guards={"false_no_change": increase - 0.001}), challenger, champion)
     assert verdict.outcome == "refused"
     assert f"false_no_change {increase:.4f}" in verdict.reason
