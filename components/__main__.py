@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_command(argv: list[str] | None) -> int:
-    """Parse the arguments and run the command. Turn errors of the user into messages and exit codes."""
+    """Parse the arguments and run the command. Turn user errors into messages and exit codes."""
     args = parse(argv, COMMANDS, (__doc__ or "").split("\n")[0])
     from m3diff.provenance.dvc import require_own_code, require_unchanged_inputs
 

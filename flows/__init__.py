@@ -9,7 +9,7 @@ import psutil
 GUARD = "m3diff.serving.same_origin:GuardedProtocol"
 
 # Environment variable that Prefect's worker sets for the process of a flow. Child processes inherit it
-FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
+PREFECT_FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 
 
 def group_processes_by(variable: str) -> dict[str, list[psutil.Process]]:

@@ -25,9 +25,9 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
-from flows import dvc, notices, report
+from flows import alerts, dvc, report
+from flows.alerts import REFUSED_PREFIX
 from flows.dvc import DvcError
-from flows.notices import REFUSED_PREFIX
 from flows.prepared_flow import flow
 from flows.report import RunRecord
 from flows.runtime import prepare
@@ -46,7 +46,7 @@ from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration, register
 
 # Environment variable with the id of the flow run, for register and the record of decisions
-FLOW_RUN_VARIABLE = "M3DIFF_FLOW_RUN"
+M3DIFF_FLOW_RUN_VARIABLE = "M3DIFF_FLOW_RUN"
 
 PARAMS = Path("params.yaml")
 MAX_REASONS = 8  # maximum number of reasons in a commit message
@@ -55,7 +55,7 @@ NO_REASON = "neither the data nor the parameters changed since the last registra
 # Exit codes of failures that may be temporary: EX_TEMPFAIL, and SIGKILL, sent by the kernel (out of memory) or a user
 TRANSIENT_EXIT_CODES = (75, -9, 137)
 
-HOOKS: dict[str, Any] = {"on_failure": [notices.notify_failure], "on_crashed": [notices.notify_failure]}
+HOOKS: dict[str, Any] = {"on_failure": [alerts.alert_failure], "on_crashed": [alerts.alert_failure]}
 
 
 @flow(name="m3diff", persist_result=False, **HOOKS)
@@ -123,9 +123,9 @@ def run_pipeline(
     """
     prepare()
     name = flow_run.get_id() or str(uuid.uuid4())
-    os.environ[FLOW_RUN_VARIABLE] = name  # for the processes that this one starts
+    os.environ[M3DIFF_FLOW_RUN_VARIABLE] = name  # for the processes that this one starts
     with ExitStack() as stack:
-        stack.callback(os.environ.pop, FLOW_RUN_VARIABLE)
+        stack.callback(os.environ.pop, M3DIFF_FLOW_RUN_VARIABLE)
         try:
             require_own_code()
             work = stack.enter_context(workspace(name, ref, overrides, data, replay))
@@ -181,7 +181,7 @@ def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
             report.publish(record, commit_message(record))
             raise
         report.publish(record, commit_message(record))
-        notices.notify_decision(record, get_run_logger().warning)
+        alerts.alert_decision(record, get_run_logger().warning)
     message = ", ".join(f"{name} {outcome.lower()}" for name, outcome in record.outcomes.items())
     return Completed(name=record.state, message=message)
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import m3diff.runtime
-from flows import FLOW_RUN_VARIABLE, GUARD
+from flows import GUARD, PREFECT_FLOW_RUN_VARIABLE
 
 WORKER_LOG = Path("services/worker.log")
 
@@ -17,7 +17,7 @@ def prepare() -> None:
     """
     m3diff.runtime.prepare()
     os.environ.setdefault("UVICORN_HTTP", GUARD)
-    if FLOW_RUN_VARIABLE in os.environ:
+    if PREFECT_FLOW_RUN_VARIABLE in os.environ:
         write_to_worker_log()
 
 

@@ -24,7 +24,7 @@ from prefect.deployments import run_deployment
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
-from flows import dvc, notices
+from flows import alerts, dvc
 from flows.pipeline import refuse_run, retrain
 from flows.prepared_flow import flow
 from flows.runtime import prepare
@@ -43,7 +43,7 @@ DROP_VARIABLE = "M3DIFF_DROP"
 SETTLED_S = 60.0  # a drop folder must be unchanged for this long, because somebody may still be copying files into it
 
 
-@flow(name="m3diff", persist_result=False, on_failure=[notices.notify_failure], on_crashed=[notices.notify_failure])
+@flow(name="m3diff", persist_result=False, on_failure=[alerts.alert_failure], on_crashed=[alerts.alert_failure])
 def watch() -> State:
     """Check all sources once, and start retrain if there are new data.
 
@@ -52,7 +52,7 @@ def watch() -> State:
     """
     prepare()
     log = get_run_logger()
-    notices.send_notice(log.warning)
+    alerts.send_alert(log.warning)
     watch_state = read_json(STATE_FILE) or {}
     try:
         require_own_code()

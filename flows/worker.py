@@ -28,7 +28,7 @@ from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
 from prefect.utilities.dispatch import register_type
 from prefect.workers.process import ProcessWorker
 
-from flows import FLOW_RUN_VARIABLE, group_processes_by, notices
+from flows import PREFECT_FLOW_RUN_VARIABLE, alerts, group_processes_by
 from flows.runtime import prepare
 
 MAX_START_S = 60  # maximum time from when a worker takes a run until the run's process starts, in seconds
@@ -85,7 +85,7 @@ class Worker(ProcessWorker, abc.ABC):
         ids = {str(run.id): run.id for run in runs}
         if not ids:
             return set()
-        processes = await anyio.to_thread.run_sync(group_processes_by, FLOW_RUN_VARIABLE)
+        processes = await anyio.to_thread.run_sync(group_processes_by, PREFECT_FLOW_RUN_VARIABLE)
         ids_with_process = {ids[id_] for id_ in processes if id_ in ids}
         taken_ids = set(ids.values()) & self._taken_ids()
         return ids_with_process | taken_ids
@@ -111,14 +111,14 @@ class Worker(ProcessWorker, abc.ABC):
         for run in lost_runs:
             assert run.state is not None
             deployment_name = names[run.deployment_id]
-            await self.notify(run, deployment_name, run.state)
+            await self.alert_lost_run(run, deployment_name, run.state)
             state = await self.next_state(run, deployment_name)
             if state is None:
                 continue
             response = await self.client.set_flow_run_state(run.id, state)
             if response.status.value == "ACCEPT":
                 self._logger.warning(f"{run.name} is {state.name} now: {state.message}")
-                await self.notify(run, deployment_name, state)
+                await self.alert_lost_run(run, deployment_name, state)
 
     async def is_lost(self, run: FlowRun) -> bool:
         """Return whether a run has no process on any machine and no worker is about to start it.
@@ -166,10 +166,10 @@ class Worker(ProcessWorker, abc.ABC):
             )
         return AwaitingRetry(message="it crashed and continues where it was killed")
 
-    async def notify(self, run: FlowRun, deployment_name: str, state: State[Any]) -> None:
-        """Send a notice if the state is a crash or failure. It is sent once, even if other processes try to send it."""
+    async def alert_lost_run(self, run: FlowRun, deployment_name: str, state: State[Any]) -> None:
+        """Send an alert if the state is a crash or failure. It is sent once, even if other processes try to send it."""
         if state.is_crashed() or state.is_failed():
-            await anyio.to_thread.run_sync(notices.notify_end, deployment_name, run, state, self._logger.warning)
+            await anyio.to_thread.run_sync(alerts.alert_end, deployment_name, run, state, self._logger.warning)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from flows import FLOW_RUN_VARIABLE, group_processes_by
+from flows import PREFECT_FLOW_RUN_VARIABLE, group_processes_by
 from infra.apis import WORK_POOL, WORKER_NAME, is_worker_heard
 from infra.environment import environment
 from infra.errors import ServiceError
@@ -170,7 +170,7 @@ def running_processes(folder: Path | None = None) -> dict[str, list[psutil.Proce
     for name in ("keeper", "worker", "mlflow", "prefect"):
         processes_by_name[name] = processes_by_mark.get(f"{folder or services_folder()}/{name}", [])
     processes_of_flows: set[psutil.Process] = set()
-    for processes_of_run in group_processes_by(FLOW_RUN_VARIABLE).values():
+    for processes_of_run in group_processes_by(PREFECT_FLOW_RUN_VARIABLE).values():
         processes_of_flows.update(processes_of_run)
     worker_processes = processes_by_name["worker"]
     processes_by_name["flow"] = [process for process in worker_processes if process in processes_of_flows]

@@ -1,4 +1,4 @@
-"""Start real servers on this machine: those of `make up`, Prefect's server, a listener for notices, and those of a team
+"""Start real servers on this machine: those of `make up`, Prefect's server, a listener for alerts, and those of a team
 (PostgreSQL, SSH, an S3-compatible store).
 
 Each server ends with its block and leaves no files. If a program is missing, the error names the command that installs
@@ -143,7 +143,7 @@ def prefect_server(home: Path, port: int = 0) -> Iterator[dict[str, str]]:
 
 
 class Listener:
-    """A web server on this machine that records or refuses the notices that it gets."""
+    """A web server on this machine that records or refuses the alerts that it gets."""
 
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []

@@ -363,7 +363,7 @@ def test_an_error_of_parameters_survives_pickle(write):
 
 
 def test_the_same_fault_is_reported_once(write, monkeypatch):
-    monkeypatch.setattr(load, "RULES", (one_fault, one_fault))
+    monkeypatch.setattr(load, "PARAMS_RULES", (one_fault, one_fault))
     assert faults_of(write({})) == [Fault("settings.entry_not_ingested", key="train.model")]
 
 

@@ -21,7 +21,7 @@ from mlflow.tracking import MlflowClient
 from m3diff.commands import preflight as preflight_module
 from m3diff.commands.preflight import GIB, NotReadyError, preflight, preflight_data, size_of
 from m3diff.records.errors import Fault
-from m3diff.registry.decisions import Entry, append
+from m3diff.registry.decisions import Entry, append_decision
 from m3diff.registry.moves import add_identities
 from m3diff.registry.promote import rollback
 from m3diff.scoring.metrics import METRICS
@@ -279,7 +279,7 @@ def mlflow_store(params, empty_store, tmp_path) -> Iterator[MlflowClient]:
     move = Entry(
         action="promote", model="m3diff", champion_before=None, target=1, outcome="first", reason="it is the first"
     )
-    append(Path("."), add_identities(client, move))
+    append_decision(Path("."), add_identities(client, move))
     client.set_registered_model_alias("m3diff", "champion", "1")
     yield client
     mlflow.set_tracking_uri("")

@@ -1,8 +1,8 @@
-"""Test that messages, logs and notices contain no password."""
+"""Test that messages, logs and alerts contain no password."""
 
 import pytest
 
-from flows import dvc, notices
+from flows import alerts, dvc
 from m3diff.provenance.git import GitError, git
 from m3diff.records.errors import redact
 from m3diff.registry.tracking import TrackingUnavailableError, check_alive
@@ -33,7 +33,7 @@ def test_a_redacted_address_loses_its_password_and_nothing_else(monkeypatch, tex
     assert redact(text) == redacted
 
 
-def test_errors_lines_and_notices_contain_no_password(tmp_path, monkeypatch):
+def test_errors_lines_and_alerts_contain_no_password(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     address = f"https://me:{SECRET}@127.0.0.1:9"
     with pytest.raises(TrackingUnavailableError) as gone:
@@ -44,9 +44,9 @@ def test_errors_lines_and_notices_contain_no_password(tmp_path, monkeypatch):
     dvc_error = dvc.DvcError.of_command("dvc pull", 1, [f"{address} is gone"])
     texts = [str(gone.value), str(refused.value), str(dvc_error)]
     texts += dvc.readable_lines([f"{address}\n"])
-    monkeypatch.setenv(notices.NOTIFY_VARIABLE, "json://127.0.0.1:9")
-    monkeypatch.setattr(notices, "send", lambda address, title, text: texts.append(text) or True)
-    notices.send_notice(pytest.fail, "key", "title", f"{address} is gone", tmp_path)
+    monkeypatch.setenv(alerts.NOTIFY_VARIABLE, "json://127.0.0.1:9")
+    monkeypatch.setattr(alerts, "send", lambda address, title, text: texts.append(text) or True)
+    alerts.send_alert(pytest.fail, "key", "title", f"{address} is gone", tmp_path)
     assert len(texts) == 5
     for text in texts:
         assert "127.0.0.1" in text

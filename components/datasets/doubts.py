@@ -57,12 +57,12 @@ class Doubt(NamedTuple):
 
 
 def find_doubts(
-    rows: Sequence[Row], options: Mapping[str, Any], is_own: bool, odd_captions: Sequence[OddCaptions] = ()
+    rows: Sequence[Row], options: Mapping[str, Any], is_user_dataset: bool, odd_captions: Sequence[OddCaptions] = ()
 ) -> Iterator[Doubt]:
     """Check the captions of a dataset, and yield the questions that the options of its entry do not answer.
 
     Args:
-        is_own: whether the dataset is the user's own collection (reader `pairs`). Its captions get additional checks.
+        is_user_dataset: whether the user collected the dataset (reader `pairs`). Its captions get additional checks.
         odd_captions: captions of the dataset that were probably not written by a person.
     """
     rows_with_captions = [row for row in rows if isinstance(row.references, list)]
@@ -73,7 +73,7 @@ def find_doubts(
     doubts_about_literals = [*_doubts_about_printed_lists(captions), *_doubts_about_literals(captions)]
     yield from doubts_about_literals
     yield from _doubts_about_single_words(rows_with_captions)
-    if not is_own:
+    if not is_user_dataset:
         return
 
     doubts_about_questions: list[Doubt] = []

@@ -177,7 +177,7 @@ def _read_with_commits(repository: Path, tip: str | None) -> dict[str, Decision]
     return dict(reversed(newest_first.items()))
 
 
-def append(repository: Path, entry: Entry, is_pending: bool = False) -> Decision:
+def append_decision(repository: Path, entry: Entry, is_pending: bool = False) -> Decision:
     """Add a decision to the record and flush it to disk.
 
     Args:
@@ -346,7 +346,7 @@ def push_record(repository: Path) -> None:
     command = ["push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}"]
     push = run_git(*command, cwd=main_tree(repository), seconds=PUSH_S)
     if push.returncode:
-        warn(
+        print_warning(
             f"not pushed to {remote!r} ({error_text(push)}). The next decision tries again. If the push was rejected, "
             "another clone made a decision at the same time, and nothing is overwritten. To see its decisions: "
             f"git fetch {remote} {BRANCH_NAME}, then compare git log {BRANCH_NAME} and git log FETCH_HEAD. To continue "
@@ -368,7 +368,7 @@ def fetch_record(repository: Path, remote: str | None = None) -> None:
     # git rejects updates that are not fast-forward, and a remote without the branch has no decisions yet
     is_expected = b"[rejected]" in fetch.stderr or b"couldn't find remote ref" in fetch.stderr
     if fetch.returncode and not is_expected:
-        warn(f"not fetched from {remote!r} ({error_text(fetch)}). Only the decisions in this clone are used")
+        print_warning(f"not fetched from {remote!r} ({error_text(fetch)}). Only the decisions in this clone are used")
 
 
 def read_configured_remote(repository: Path) -> str | None:
@@ -452,7 +452,7 @@ def _commits_about(repository: Path, model: str) -> list[str]:
     return [commit for commit, decision in decisions.items() if decision.model == model]
 
 
-def warn(text: str) -> None:
+def print_warning(text: str) -> None:
     """Print a warning about the record to stderr."""
     print(f"warning: record of decisions: {redact(text)}", file=sys.stderr, flush=True)
 

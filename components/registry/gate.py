@@ -5,6 +5,23 @@ of its gain's confidence interval exceeds `min_gain`, and if no guarded score ge
 
 A guarded score is judged by the measured difference and not by a confidence bound, because a bound would reject even
 equal models on a small group of pairs. Choose a tolerance of about twice the standard error of the score.
+
+`promote.py` calls the gate, and first makes the checks that do not compare scores, in this order:
+
+1. `attempt_promotion`: the record has all decisions, and no move of the champion is unfinished.
+2. `judge_challenger`: the challenger was not rolled back earlier, and the alias `champion` was not lost.
+3. `judge_scores`: the challenger is not the champion already, its test set is known, its scores.parquet is stored and
+   can be read (`faults_of_scores`), and the champion has comparable scores (`has_comparable_scores`). If it has none,
+   the champion is scored again.
+
+A new setting of the gate needs:
+
+1. a field of `Promote` in `stages/register/params.py`, with a value in `params.yaml` and `profiles/embedded.yaml`;
+2. the code that uses it: `compare_with_champion` here, and `judge_without_champion` if it also applies to the first
+   version;
+3. a check in `check_gate_scores` of `settings/rules.py`, if it names scores or protocols;
+4. a field of `Promotion` in `promote.py`, which `attempt_promotion` fills in, if the record of decisions should contain
+   it. The field needs a default, because decisions that are already recorded do not contain it.
 """
 
 from collections import Counter
@@ -71,7 +88,7 @@ def judge_without_champion(cfg: Promote, challenger: pa.Table) -> Verdict:
     return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=challenger_score)
 
 
-def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
+def compare_with_champion(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     """Judge a challenger by comparing its scores.parquet with the champion's, pair by pair on the same test set.
 
     Raises:

@@ -14,9 +14,18 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from m3diff.records.errors import Fault
-from m3diff.registry import decisions as record
 from m3diff.registry import versions
-from m3diff.registry.decisions import Decision, Entry, Identity
+from m3diff.registry.decisions import (
+    Decision,
+    Entry,
+    Identity,
+    append_decision,
+    clear_pending_move,
+    find_pending_move,
+    follow_champions,
+    read_decisions,
+    select_moves,
+)
 from m3diff.registry.lineage import IDENTITY_TAGS
 from m3diff.registry.tracking import find_registered_model
 from m3diff.registry.versions import CHAMPION, PREVIOUS, resolve_alias, version_exists
@@ -28,7 +37,7 @@ def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision 
     Returns:
         the recorded decision, or None if `carry_out` could not make the move.
     """
-    decision = record.append(repository, add_identities(client, entry), is_pending=True)
+    decision = append_decision(repository, add_identities(client, entry), is_pending=True)
     return decision if carry_out(client, repository, decision) else None
 
 
@@ -41,12 +50,12 @@ def reconcile(client: MlflowClient, repository: Path, model: str) -> Decision | 
     Returns:
         the move that was finished, or None if there was no unfinished move or it could not be made.
     """
-    move = record.find_pending_move(repository)
+    move = find_pending_move(repository)
     finished_move = None
     if move is not None and carry_out(client, repository, move):
         finished_move = move
-    decisions = select_current_decisions(client, record.read_decisions(repository), model)
-    moves = record.select_moves(decisions, model)
+    decisions = select_current_decisions(client, read_decisions(repository), model)
+    moves = select_moves(decisions, model)
     champion = resolve_alias(client, model, CHAMPION)
     if moves and moves[-1].target != champion:
         record_noticed_move(client, repository, moves[-1], champion)
@@ -73,7 +82,7 @@ def record_noticed_move(client: MlflowClient, repository: Path, last_move: Decis
         ),
         previous=resolve_alias(client, last_move.model, PREVIOUS),
     )
-    record.append(repository, add_identities(client, entry))
+    append_decision(repository, add_identities(client, entry))
 
 
 def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> bool:
@@ -99,7 +108,7 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
             aliases.reverse()
         for alias, version in aliases:
             versions.put_alias(client, model, alias, version)
-        record.clear_pending_move(repository)
+        clear_pending_move(repository)
         return True
 
     obstacle = f"it expected champion {decision.champion_before}, but the champion is {champion}"
@@ -121,8 +130,8 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
         model_created_ms=decision.model_created_ms,
         identities=decision.identities,
     )
-    record.append(repository, entry)
-    record.clear_pending_move(repository)
+    append_decision(repository, entry)
+    clear_pending_move(repository)
     return False
 
 
@@ -198,7 +207,7 @@ def find_lost_champion(client: MlflowClient, decisions: list[Decision], model: s
     """
     if resolve_alias(client, model, CHAMPION) is not None:
         return None
-    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
+    champions = follow_champions(select_current_decisions(client, decisions, model), model).champions
     if champions:
         candidate = find_newest_existing(client, model, champions)
         if candidate is None:
@@ -232,7 +241,7 @@ def find_champion_elsewhere(client: MlflowClient, decisions: list[Decision], mod
         names |= {decision.model for decision in decisions if decision.model_created_ms == creation_ms}
     moves: list[Decision] = []
     for name in sorted(names):
-        moves += [move for move in record.select_moves(decisions, name) if move.target is not None]
+        moves += [move for move in select_moves(decisions, name) if move.target is not None]
     if not moves:
         return None
     last_move = max(moves, key=lambda move: move.number)

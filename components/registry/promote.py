@@ -18,15 +18,28 @@ from mlflow.tracking import MlflowClient
 
 from m3diff.provenance.git import process_lock
 from m3diff.records.errors import CodedError, DataError, Fault
-from m3diff.registry import decisions as record
 from m3diff.registry import tracking, versions
-from m3diff.registry.decisions import Decision, Entry, OvertakenError
+from m3diff.registry.decisions import (
+    Decision,
+    Entry,
+    OvertakenError,
+    append_decision,
+    fetch_record,
+    find_rollback,
+    follow_champions,
+    numbering_faults,
+    print_warning,
+    push_record,
+    read_decisions,
+    require_complete_record,
+    update_tag,
+)
 from m3diff.registry.gate import (
     Verdict,
+    compare_with_champion,
     faults_of_scores,
     has_comparable_scores,
     join_faults,
-    judge,
     judge_without_champion,
     refuse,
 )
@@ -136,16 +149,16 @@ def promote(
     """
     model = params.register_.model_name
     with process_lock("promote", repository), tracking.connect(params.register_.tracking_uri) as client:
-        record.fetch_record(repository)
-        for fault in record.numbering_faults(repository):
-            record.warn(f"{fault}; see `m3diff history`")
+        fetch_record(repository)
+        for fault in numbering_faults(repository):
+            print_warning(f"{fault}; see `m3diff history`")
         promotion = None
         for _ in range(ATTEMPTS):
             promotion = attempt_promotion(client, params, rescore, version, again, repository)
             if promotion is not None:
                 break
-        record.update_tag(client, repository, model)
-    record.push_record(repository)
+        update_tag(client, repository, model)
+    push_record(repository)
     if promotion is None:
         raise OvertakenError("registry.champion_moved_often", attempts=ATTEMPTS)
     return promotion
@@ -168,12 +181,12 @@ def rollback(params: Params, to: int | None = None, why: str = "", repository: P
     """
     model = params.register_.model_name
     with process_lock("record", repository), tracking.connect(params.register_.tracking_uri) as client:
-        record.fetch_record(repository)
-        record.require_complete_record(client, repository, model)
+        fetch_record(repository)
+        require_complete_record(client, repository, model)
         reconcile(client, repository, model)
         decision = make_move(client, repository, plan_rollback(client, repository, model, to, why))
-        record.update_tag(client, repository, model)
-    record.push_record(repository)
+        update_tag(client, repository, model)
+    push_record(repository)
     if decision is None:
         raise OvertakenError("registry.champion_moved", model=model)
     return decision
@@ -197,7 +210,7 @@ class ModelState:
 
 def read_state(client: MlflowClient, repository: Path, model: str) -> ModelState:
     """Read the champion from MLflow and the record from git."""
-    return ModelState(champion=resolve_alias(client, model, CHAMPION), decisions=record.read_decisions(repository))
+    return ModelState(champion=resolve_alias(client, model, CHAMPION), decisions=read_decisions(repository))
 
 
 def attempt_promotion(
@@ -211,7 +224,7 @@ def attempt_promotion(
     """
     model = params.register_.model_name
     with process_lock("record", repository):
-        record.require_complete_record(client, repository, model)
+        require_complete_record(client, repository, model)
         finished_move = reconcile(client, repository, model)
         challenger = find_challenger(client, model, version)
         if finished_move is not None and is_promotion_of(finished_move, challenger):
@@ -282,9 +295,9 @@ def find_rollback_decision(
 
     The version may have had another number at that time.
     """
-    history = record.follow_champions(select_current_decisions(client, decisions, model), model)
+    history = follow_champions(select_current_decisions(client, decisions, model), model)
     rollback_of_number = history.rolled_back.get(int(version.version))
-    return rollback_of_number or record.find_rollback(decisions, model, read_identity(version))
+    return rollback_of_number or find_rollback(decisions, model, read_identity(version))
 
 
 def refuse_rolled_back(decision: Decision) -> Verdict:
@@ -322,8 +335,8 @@ def judge_scores(
     champion_scores = read_champion_scores(client, params, champion, test_set)
     try:
         if champion_scores is not None and has_comparable_scores(cfg, challenger_scores, champion_scores):
-            return judge(cfg, challenger_scores, champion_scores), False
-        return judge(cfg, challenger_scores, rescore(client, params, champion, test_set)), True
+            return compare_with_champion(cfg, challenger_scores, champion_scores), False
+        return compare_with_champion(cfg, challenger_scores, rescore(client, params, champion, test_set)), True
     except (CannotScoreAgain, ValueError) as error:
         fault = (
             f"champion {champion.version} has no scores on the challenger's test set ({test_set:.12}) and cannot be "
@@ -371,7 +384,7 @@ def record_promotion(client: MlflowClient, repository: Path, promotion: Promotio
         return make_move(client, repository, entry) is not None
     earlier_decisions = select_current_decisions(client, state.decisions, promotion.model)
     if not (earlier_decisions and is_repetition(entry, earlier_decisions[-1])):
-        record.append(repository, add_identities(client, entry))
+        append_decision(repository, add_identities(client, entry))
     return True
 
 
@@ -394,7 +407,7 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
         DataError: there is no champion, there is no version to return to, or that version is already champion.
     """
     champion = resolve_alias(client, model, CHAMPION)
-    decisions = record.read_decisions(repository)
+    decisions = read_decisions(repository)
     if to is not None:
         target: int | None = int(find_version(client, model, str(to)).version)
     elif champion is None:
@@ -407,7 +420,7 @@ def plan_rollback(client: MlflowClient, repository: Path, model: str, to: int | 
     if target == champion:
         raise DataError("registry.is_champion_already", version=target, model=model)
 
-    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
+    champions = follow_champions(select_current_decisions(client, decisions, model), model).champions
     if target in champions:
         earlier_champions = champions[: champions.index(target)]
     else:
@@ -432,10 +445,10 @@ def find_previous_champion(client: MlflowClient, decisions: list[Decision], mode
     previous = resolve_alias(client, model, PREVIOUS)
     if previous is not None and previous != champion:
         return previous
-    champions = record.follow_champions(select_current_decisions(client, decisions, model), model).champions
+    champions = follow_champions(select_current_decisions(client, decisions, model), model).champions
     earlier_champions = champions[: champions.index(champion)] if champion in champions else champions
     version = find_newest_existing(client, model, earlier_champions)
     if version is not None:
         state = "is missing" if previous is None else "points to the champion itself"
-        record.warn(f"the alias {PREVIOUS!r} {state}. Version {version} is the newest earlier champion on record")
+        print_warning(f"the alias {PREVIOUS!r} {state}. Version {version} is the newest earlier champion on record")
     return version

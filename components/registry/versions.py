@@ -125,7 +125,7 @@ def read_commit(version: ModelVersion) -> str:
 
 
 def read_test_set(version: ModelVersion) -> str:
-    """Return the sha256 of the test set on which a version was scored, or `UNKNOWN` if no tag names it."""
+    """Return the sha256 of the test set on which a version was scored, or UNKNOWN_TEST_SET if no tag names it."""
     return version.tags.get(TEST_SET_TAG) or UNKNOWN_TEST_SET
 
 

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from m3diff.provenance.dvc import lookup
 from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
-from m3diff.settings.rules import RULES
+from m3diff.settings.rules import PARAMS_RULES
 from m3diff.settings.section import ParamsError, faults_of_validation_error, fields_of_name
 from m3diff.settings.tree import Params
 
@@ -152,7 +152,7 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     faults: list[Fault] = []
     try:
         params = Params.model_validate(raw)
-        for rule in RULES:
+        for rule in PARAMS_RULES:
             faults += rule(params)
     except ValidationError as error:
         faults = faults_of_validation_error(error, raw, Params)

@@ -356,7 +356,7 @@ def check_evaluation_pairs(params: Params) -> Iterator[Fault]:
         yield Fault("settings.no_test_scenes", key=f"synthesize.{name}.scenes.test", protocol=gate)
 
 
-RULES = (
+PARAMS_RULES = (
     check_folders,
     check_generators,
     check_synthetic_datasets,

@@ -23,7 +23,7 @@ import httpx
 import psutil
 import yaml
 
-from flows import FLOW_RUN_VARIABLE
+from flows import PREFECT_FLOW_RUN_VARIABLE
 from flows.workspace import write_overrides
 from m3diff.provenance.git import commit_at, git
 from m3diff.registry.decisions import find_pending_move, follow_champions, numbering_faults, read_decisions
@@ -147,7 +147,7 @@ class Kills:
         flow_processes: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.environ().get(FLOW_RUN_VARIABLE) == run:
+                if process.environ().get(PREFECT_FLOW_RUN_VARIABLE) == run:
                     process_kind = kind(process)
                     flow_processes[process_kind if process_kind in flow_processes else "flow"].append(process)
         if victim != "all":

@@ -21,7 +21,7 @@ from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_man
 from m3diff.provenance.git import git
 from m3diff.records import files
 from m3diff.records.files import write_atomic
-from m3diff.registry.decisions import Entry, append
+from m3diff.registry.decisions import Entry, append_decision
 from m3diff.stages.predict.stage import Journal, Prediction
 from m3diff.stages.train import state
 from m3diff.stages.train.state import MOMENTS, Curve, latest_valid_checkpoint, write_state
@@ -339,9 +339,9 @@ def test_git_flushes_every_object_and_every_ref_of_the_record(root, tmp_path, mo
     trace = tmp_path / "trace"
     entry = Entry(action="promote", model="m", champion_before=None, target=1, outcome="first", reason="")
     git("init", "-q", cwd=root)
-    append(root, entry)
+    append_decision(root, entry)
     monkeypatch.setenv("GIT_TRACE2_EVENT", str(trace))
-    append(root, entry, is_pending=True)
+    append_decision(root, entry, is_pending=True)
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     command = {event["sid"]: event["name"] for event in events if event["event"] == "cmd_name"}
     writers = ("commit-tree", "update-ref")  # the empty tree is there already

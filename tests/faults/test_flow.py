@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from flows import dvc, notices, pipeline, watch
+from flows import alerts, dvc, pipeline, watch
 from flows.workspace import FLOWS_FOLDER, workspace
 from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError
@@ -416,8 +416,8 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
         (flows / name).write_text(text)
     assert watch.read_json(watch.STATE_FILE) is None
     monkeypatch.setenv("M3DIFF_NOTIFY", "")
-    notices.send_notice(pytest.fail, checkout=project)
-    notices.send_notice(pytest.fail, "key", "title", "text", project)
+    alerts.send_alert(pytest.fail, checkout=project)
+    alerts.send_alert(pytest.fail, "key", "title", "text", project)
 
 
 @pytest.mark.fault("T12")

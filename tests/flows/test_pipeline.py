@@ -12,7 +12,7 @@ from prefect.states import Completed, Failed
 
 from flows import dvc, pipeline
 from flows.dvc import DvcError
-from flows.pipeline import FLOW_RUN_VARIABLE, full, retrain, run_pipeline
+from flows.pipeline import M3DIFF_FLOW_RUN_VARIABLE, full, retrain, run_pipeline
 from flows.prepared_flow import flow as prepared_flow
 from flows.workspace import NothingNewError, Workspace
 from m3diff.provenance.git import GitError
@@ -33,7 +33,7 @@ class Pipeline:
         self.git = []
         self.workspace_arguments = []
         self.log_lines = []
-        self.notified_states = []
+        self.alerted_states = []
         log = self.log_lines.append
         self.logger = SimpleNamespace(info=log, warning=log, error=log)
         self.failing_task = ""
@@ -55,7 +55,7 @@ class Pipeline:
             "promote_model": self.promote,
             "dvc.stages": lambda: stages,
             "dvc.commit": lambda message, links: self.finished_tasks.append(message),
-            "notices.notify_decision": lambda record, log: self.notified_states.append(record.state),
+            "alerts.alert_decision": lambda record, log: self.alerted_states.append(record.state),
             "report.publish": lambda record, message: self.pages.append((record.state, record.error)),
         }.items():
             monkeypatch.setattr(f"flows.pipeline.{attribute}", fake)
@@ -73,7 +73,7 @@ class Pipeline:
         return self.status
 
     def register(self, return_state: bool):
-        self.flow_run_of_register = os.environ.get(FLOW_RUN_VARIABLE)
+        self.flow_run_of_register = os.environ.get(M3DIFF_FLOW_RUN_VARIABLE)
         return self.task("register", REGISTRATION)
 
     def promote(self, version: int, return_state: bool):
@@ -119,7 +119,7 @@ Reason: asked for"""
     assert state.message == "ingest@a ran, ingest@b ran, train restored, push ran, register ran, promote rejected"
     assert fake_pipeline.pages == [("Rejected", None)]
     assert fake_pipeline.flow_run_of_register == name, "the version and the record know the flow run"
-    assert FLOW_RUN_VARIABLE not in os.environ
+    assert M3DIFF_FLOW_RUN_VARIABLE not in os.environ
 
 
 ALL_SKIPPED = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register", "promote"), "Skipped")
@@ -142,7 +142,7 @@ def test_the_state_has_a_name_and_a_run_without_results_leaves_no_branch(fake_pi
         [],
         [("branch", "--quiet", "-D", f"runs/{fake_pipeline.workspace_arguments[0][0]}")],
     )
-    assert fake_pipeline.notified_states == [name]
+    assert fake_pipeline.alerted_states == [name]
     assert fake_pipeline.workspace_arguments[0][3] == bool(overrides)
     assert "a.dvc: as on runs/data" in fake_pipeline.log_lines
 
@@ -193,7 +193,7 @@ def test_a_refused_run_has_the_reason_as_its_message_and_raises_nothing(error, f
     assert state.message == str(error)
     assert fake_pipeline.log_lines == [str(error)]
     assert fake_pipeline.finished_tasks == []
-    assert FLOW_RUN_VARIABLE not in os.environ
+    assert M3DIFF_FLOW_RUN_VARIABLE not in os.environ
 
 
 def test_a_run_with_the_code_of_another_checkout_is_refused_at_once(fake_pipeline, monkeypatch):
@@ -229,7 +229,7 @@ def test_the_first_failure_ends_the_run_with_a_page_that_says_why(fake_pipeline,
     assert state == "Failed"
     assert error == f"DvcError: {failure.value}"
     assert bool(fake_pipeline.git) == (failing_task == "register")
-    assert fake_pipeline.notified_states == [], "the hook of the flow sends this notice"
+    assert fake_pipeline.alerted_states == [], "the hook of the flow sends this alert"
 
 
 def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(fake_pipeline, monkeypatch):

@@ -25,7 +25,7 @@ from prefect.cli.deploy._models import PrefectYamlModel
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Completed, Crashed, Pending, Running, State, Submitting
 
-from flows import notices
+from flows import alerts
 from flows.watch import SETTLED_S
 from flows.worker import Worker
 from infra.apis import WORK_POOL
@@ -247,11 +247,11 @@ def test_a_late_run_runs_new_data_start_one_and_each_failure_is_told_once(projec
         assert git("diff", "--name-only", "HEAD", "runs/data", cwd=project) == f"{MINE}.dvc"
         until(lambda: listener.got[1:])
         assert until(schedule_late_run(machine, "watch", "another look")) == "Skipped"
-        for notice, file in zip(listener.got, ("bad.csv", "bad2.csv"), strict=True):
-            assert notice["title"] == "m3diff/retrain failed"
-            assert "stage check " in notice["message"]
-            assert f" {file} row 7: no image. " in notice["message"]
-            assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/" in notice["message"]
+        for alert, file in zip(listener.got, ("bad.csv", "bad2.csv"), strict=True):
+            assert alert["title"] == "m3diff/retrain failed"
+            assert "stage check " in alert["message"]
+            assert f" {file} row 7: no image. " in alert["message"]
+            assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/" in alert["message"]
         assert "secret-word" not in (project / "services/worker.log").read_text()
 
 
@@ -310,7 +310,7 @@ def test_a_run_whose_worker_dies_before_its_start_crashes_with_a_notice(machine,
     until(lambda: machine.runs("first")[0]["state_type"] == "CRASHED")
     machine.begin("m3diff/watch", "second")
     until(lambda: machine.states("second")[0] in ("Completed", "Skipped"))
-    assert [notice["title"] for notice in listener.got if run in notice["message"]] == ["m3diff/watch crashed"]
+    assert [alert["title"] for alert in listener.got if run in alert["message"]] == ["m3diff/watch crashed"]
     assert machine.make("status").returncode == 0
 
 
@@ -483,7 +483,7 @@ def ask_worker(server: Server, call: Callable[[Worker], Coroutine[Any, Any, Any]
 @pytest.fixture
 def notice_titles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     titles: list[str] = []
-    monkeypatch.setattr(notices, "send_notice", lambda log, key, title, *arguments: titles.append(title))
+    monkeypatch.setattr(alerts, "send_alert", lambda log, key, title, *arguments: titles.append(title))
     return titles
 
 

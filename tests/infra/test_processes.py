@@ -13,7 +13,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from flows import FLOW_RUN_VARIABLE
+from flows import PREFECT_FLOW_RUN_VARIABLE
 from infra import apis, processes, services
 from infra.errors import ServiceError
 from infra.processes import Service, running_processes
@@ -126,7 +126,7 @@ class Family(NamedTuple):
 def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
     command = [sys.executable, "-c", ENDS_WHEN_ASKED]
     keeper = Service("keeper", command)
-    worker = Service("worker", [*command, FLOW_RUN_VARIABLE])
+    worker = Service("worker", [*command, PREFECT_FLOW_RUN_VARIABLE])
     names_of(monkeypatch, keeper, worker)
     monkeypatch.setattr(processes, "GRACE_S", 1)
     processes.start_service(keeper)

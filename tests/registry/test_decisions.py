@@ -16,11 +16,15 @@ import pytest
 from m3diff.__main__ import main
 from m3diff.provenance.git import GitError, find_commit, process_lock, user_and_host
 from m3diff.records.errors import DataError, Fault
-from m3diff.registry import decisions as record
+from m3diff.registry import decisions as decision_record
 from m3diff.registry.decisions import (
+    BRANCH,
+    BRANCH_NAME,
+    PENDING_REF,
+    Decision,
     Entry,
     OvertakenError,
-    append,
+    append_decision,
     clear_pending_move,
     fetch_record,
     find_pending_move,
@@ -83,8 +87,8 @@ def make_rollback(target: int, champion_before: int | None) -> Entry:
 
 def test_the_commit_message_of_a_decision_is_its_json(clone, monkeypatch):
     monkeypatch.setenv("M3DIFF_FLOW_RUN", "f-1")
-    decision = append(Path("."), make_promotion(2, 1, previous=1, gate={"gain": 0.5}))
-    assert json.loads(git(clone, "log", "-1", "--format=%B", record.BRANCH)) == {
+    decision = append_decision(Path("."), make_promotion(2, 1, previous=1, gate={"gain": 0.5}))
+    assert json.loads(git(clone, "log", "-1", "--format=%B", BRANCH)) == {
         "number": 1,
         "at": decision.decided_at,
         "who": user_and_host(),
@@ -105,20 +109,20 @@ def test_the_commit_message_of_a_decision_is_its_json(clone, monkeypatch):
 
 
 def test_a_decision_is_read_as_it_was_written(clone):
-    decision = append(Path("."), make_promotion(2, 1, previous=1, gate={"gain": 0.5}))
+    decision = append_decision(Path("."), make_promotion(2, 1, previous=1, gate={"gain": 0.5}))
     assert read_decisions() == [decision]
 
 
 def test_a_decision_has_the_time_in_utc_and_its_author_with_the_host(clone):
-    decision = append(Path("."), make_promotion(1))
+    decision = append_decision(Path("."), make_promotion(1))
     decided_at = calendar.timegm(time.strptime(decision.decided_at, "%Y-%m-%dT%H:%M:%SZ"))
     assert abs(time.time() - decided_at) < 60
     assert "@" in decision.author
 
 
 def test_a_decision_adds_no_file_to_its_branch(clone):
-    append(Path("."), make_promotion(1))
-    assert git(clone, "ls-tree", "-r", record.BRANCH) == "", "the decision is only in the commit message"
+    append_decision(Path("."), make_promotion(1))
+    assert git(clone, "ls-tree", "-r", BRANCH) == "", "the decision is only in the commit message"
 
 
 def test_writing_changes_no_file_index_or_head_and_runs_no_hook(clone):
@@ -133,20 +137,20 @@ def test_writing_changes_no_file_index_or_head_and_runs_no_hook(clone):
         return git(clone, "status", "--porcelain"), git(clone, "rev-parse", "HEAD"), (clone / ".git/index").read_bytes()
 
     state_before = read_state()
-    append(clone, make_promotion(1), is_pending=True)
+    append_decision(clone, make_promotion(1), is_pending=True)
     clear_pending_move(Path("."))
     assert read_state() == state_before
 
 
 def test_a_decision_is_by_m3diff_and_not_signed_even_if_the_person_signs(clone):
     git(clone, "config", "commit.gpgsign", "true")
-    append(clone, make_promotion(1))
-    assert git(clone, "log", "--format=%an <%ae> %cn", record.BRANCH_NAME) == "m3diff <m3diff@localhost> m3diff"
+    append_decision(clone, make_promotion(1))
+    assert git(clone, "log", "--format=%an <%ae> %cn", BRANCH_NAME) == "m3diff <m3diff@localhost> m3diff"
 
 
 def test_the_record_of_a_worktree_is_that_of_the_repository(clone, tmp_path):
     git(clone, "worktree", "add", "-q", "--detach", str(tmp_path / "tree"))
-    append(tmp_path / "tree", make_promotion(1))
+    append_decision(tmp_path / "tree", make_promotion(1))
     assert [decision.target for decision in read_decisions(clone)] == [1]
 
 
@@ -162,7 +166,7 @@ def test_a_commit_that_does_not_exist_is_refused_with_a_remedy(clone):
 
 @pytest.mark.parametrize(
     "use_git",
-    [lambda: append(Path("."), make_promotion(1)), lambda: process_lock("x").__enter__()],
+    [lambda: append_decision(Path("."), make_promotion(1)), lambda: process_lock("x").__enter__()],
     ids=["append", "lock"],
 )
 def test_without_a_repository_the_error_says_how_to_make_one(use_git, tmp_path, monkeypatch):
@@ -183,15 +187,15 @@ def test_without_a_repository_the_error_says_how_to_make_one(use_git, tmp_path, 
 )
 def test_decisions_taken_out_or_put_in_are_named_and_history_exits_with_three(clone, positions, misnumbered, capsys):
     for version in (1, 2, 3):
-        append(Path("."), make_promotion(version, version - 1 or None))
+        append_decision(Path("."), make_promotion(version, version - 1 or None))
     assert numbering_faults() == []
     assert main(["history"]) == 0
-    commits = git(clone, "rev-list", "--reverse", record.BRANCH).split()
+    commits = git(clone, "rev-list", "--reverse", BRANCH).split()
     parent: tuple[str, ...] = ()
     for position in positions:  # as a person edits the branch
         message = git(clone, "log", "-1", "--format=%B", commits[position]).encode()
         parent = ("-p", git(clone, "commit-tree", EMPTY_TREE, *parent, stdin=message))
-    git(clone, "update-ref", record.BRANCH, parent[1])
+    git(clone, "update-ref", BRANCH, parent[1])
     fault = Fault("registry.decision_misnumbered", position=misnumbered, value=3)
     assert numbering_faults() == [fault]
     capsys.readouterr()
@@ -208,13 +212,13 @@ def remove_object(root: Path, revision: str) -> None:
 
 
 def add_note(root: Path) -> None:
-    note = git(root, "commit-tree", EMPTY_TREE, "-p", record.BRANCH, "-m", "a note")
-    git(root, "update-ref", record.BRANCH, note)
+    note = git(root, "commit-tree", EMPTY_TREE, "-p", BRANCH, "-m", "a note")
+    git(root, "update-ref", BRANCH, note)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "the last commit is missing": (lambda root: remove_object(root, record.BRANCH), "registry.damaged_record"),
-    "its parent is missing": (lambda root: remove_object(root, f"{record.BRANCH}^"), "registry.damaged_record"),
+    "the last commit is missing": (lambda root: remove_object(root, BRANCH), "registry.damaged_record"),
+    "its parent is missing": (lambda root: remove_object(root, f"{BRANCH}^"), "registry.damaged_record"),
     "a commit is not a decision": (add_note, "registry.no_decision"),
 }
 
@@ -222,13 +226,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize(("damage", "code"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_record_is_an_error_and_not_an_empty_record(damage, code, clone):
     """If the record were read as empty, the next decision would start a new record, and its decisions would be lost."""
-    append(clone, make_promotion(1))
-    append(clone, make_promotion(2, 1))
+    append_decision(clone, make_promotion(1))
+    append_decision(clone, make_promotion(2, 1))
     damage(clone)
     with raises(DataError, code, branch="runs/history"):
         read_decisions()
     with raises(DataError, code, branch="runs/history"):
-        append(clone, make_promotion(3, 2))
+        append_decision(clone, make_promotion(3, 2))
     assert main(["history"]) == 3
 
 
@@ -276,13 +280,11 @@ HISTORIES: dict[str, tuple[tuple[Entry, ...], list[int], list[int]]] = {
 @pytest.mark.parametrize(("entries", "champions", "rolled_back"), HISTORIES.values(), ids=HISTORIES)
 def test_champions_follow_each_other_and_a_rollback_takes_back_later_ones(entries, champions, rolled_back):
     facts: dict[str, Any] = {"decided_at": "", "author": "", "flow_run": None, "commit": None}
-    decisions = [
-        record.Decision(**dict(entry), number=number, **facts) for number, entry in enumerate(entries, start=1)
-    ]
-    history = record.follow_champions(decisions, "m")
+    decisions = [Decision(**dict(entry), number=number, **facts) for number, entry in enumerate(entries, start=1)]
+    history = decision_record.follow_champions(decisions, "m")
     assert history.champions == champions
     assert sorted(history.rolled_back) == rolled_back
-    assert record.select_moves(decisions, "m")[-1].target == champions[-1]
+    assert decision_record.select_moves(decisions, "m")[-1].target == champions[-1]
 
 
 # Many writers, killed writers
@@ -292,7 +294,7 @@ def test_writers_at_once_lose_no_decision(clone):
     def write(model: str) -> None:
         for version in range(1, 6):
             with process_lock("record"):
-                append(clone, make_promotion(version, model=model))
+                append_decision(clone, make_promotion(version, model=model))
 
     threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
     for thread in threads:
@@ -308,52 +310,52 @@ def test_writers_at_once_lose_no_decision(clone):
 
 def test_a_writer_that_another_one_overtook_is_asked_to_try_again(clone, monkeypatch):
     for version in (1, 2):
-        append(clone, make_promotion(version))
-    older_tip = git(clone, "rev-parse", f"{record.BRANCH}^")
+        append_decision(clone, make_promotion(version))
+    older_tip = git(clone, "rev-parse", f"{BRANCH}^")
     with monkeypatch.context() as patch:
-        patch.setattr(record, "_find_tip", lambda repository: older_tip)
+        patch.setattr(decision_record, "_find_tip", lambda repository: older_tip)
         with raises(OvertakenError, "registry.record_changed", branch="runs/history"):
-            append(clone, make_promotion(3))
+            append_decision(clone, make_promotion(3))
     assert len(read_decisions()) == 2
 
 
 def test_a_move_is_pending_until_it_is_cleared(clone):
     assert find_pending_move(clone) is None
-    move = append(clone, make_promotion(1), is_pending=True)
+    move = append_decision(clone, make_promotion(1), is_pending=True)
     assert find_pending_move(clone) == move
-    append(clone, make_promotion(2, outcome="refused"))
+    append_decision(clone, make_promotion(2, outcome="refused"))
     assert find_pending_move(clone) == move, "and not the newest decision"
     clear_pending_move(clone)
     assert find_pending_move(clone) is None
 
 
 def test_clearing_a_pending_move_twice_is_no_error(clone):
-    append(clone, make_promotion(1), is_pending=True)
+    append_decision(clone, make_promotion(1), is_pending=True)
     clear_pending_move(clone)
     clear_pending_move(clone)
     assert find_pending_move(clone) is None
 
 
 def test_history_says_which_move_is_pending(clone, capsys):
-    append(clone, make_promotion(1), is_pending=True)
+    append_decision(clone, make_promotion(1), is_pending=True)
     assert main(["history"]) == 0
     assert "m3diff history: decision 1 " in capsys.readouterr().err
 
 
 def test_a_move_of_a_process_killed_before_it_was_recorded_is_not_pending(clone, monkeypatch):
-    write_ref = record.write_ref
+    write_ref = decision_record.write_ref
 
     def write_ref_until_killed(repository: Path, ref: str, *commits: str, **options: str) -> bool:
-        if ref != record.PENDING_REF:
+        if ref != PENDING_REF:
             raise KeyboardInterrupt
         return write_ref(repository, ref, *commits, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(record, "write_ref", write_ref_until_killed)
+        patch.setattr(decision_record, "write_ref", write_ref_until_killed)
         with pytest.raises(KeyboardInterrupt):
-            append(clone, make_promotion(3), is_pending=True)
+            append_decision(clone, make_promotion(3), is_pending=True)
     assert find_pending_move(clone) is None
-    assert append(clone, make_promotion(4), is_pending=True) == find_pending_move(clone)
+    assert append_decision(clone, make_promotion(4), is_pending=True) == find_pending_move(clone)
 
 
 HOLD = """
@@ -407,7 +409,7 @@ def other_clone(clone: Path, tmp_path: Path) -> Path:
 def decide(root: Path, entry: Entry) -> None:
     """Append an entry to the record, and fetch and push like promote and rollback."""
     fetch_record(root)
-    append(root, entry)
+    append_decision(root, entry)
     push_record(root)
 
 
@@ -441,7 +443,7 @@ def test_a_remote_that_is_away_is_a_warning_and_gets_the_record_later(clone, oth
     remote.with_name("away").rename(remote)
     decide(clone, make_promotion(3, 2))
     assert capsys.readouterr().err == ""
-    assert git(remote, "rev-parse", record.BRANCH) == git(clone, "rev-parse", record.BRANCH)
+    assert git(remote, "rev-parse", BRANCH) == git(clone, "rev-parse", BRANCH)
 
 
 @pytest.fixture
@@ -449,8 +451,8 @@ def forked_clone(clone: Path, other_clone: Path) -> Path:
     """Return the other clone, which pushed version 2 after 1. The first clone decided on version 3 at the same time."""
     decide(clone, make_promotion(1))
     fetch_record(other_clone)
-    append(other_clone, make_promotion(2, 1))
-    append(clone, make_promotion(3, 1))
+    append_decision(other_clone, make_promotion(2, 1))
+    append_decision(clone, make_promotion(3, 1))
     push_record(other_clone)
     fetch_record(clone)
     return other_clone
@@ -466,7 +468,7 @@ def test_clones_that_decided_at_once_keep_both_records_and_say_so(clone, forked_
 def test_the_commands_in_the_warning_go_on_from_the_other_clone_s_record(clone, forked_clone, capsys):
     push_record(clone)
     warning = capsys.readouterr().err
-    for command in ("git fetch team runs/history", f"git update-ref {record.BRANCH} FETCH_HEAD"):
+    for command in ("git fetch team runs/history", f"git update-ref {BRANCH} FETCH_HEAD"):
         assert command in warning
         git(clone, *command.split()[1:])
     assert list_targets(clone) == [1, 2]
@@ -476,9 +478,9 @@ def test_the_commands_in_the_warning_go_on_from_the_other_clone_s_record(clone, 
 def test_a_remote_that_does_not_answer_keeps_nobody_waiting(clone, monkeypatch, capsys):
     git(clone, "config", "m3diff.runs", "ext::sleep 30")
     git(clone, "config", "protocol.ext.allow", "always")
-    append(clone, make_promotion(1, reason=""))
-    monkeypatch.setattr(record, "FETCH_S", 0.5)
-    monkeypatch.setattr(record, "PUSH_S", 0.6)
+    append_decision(clone, make_promotion(1, reason=""))
+    monkeypatch.setattr(decision_record, "FETCH_S", 0.5)
+    monkeypatch.setattr(decision_record, "PUSH_S", 0.6)
     fetch_record(clone)
     assert "no answer in 0.5 s" in capsys.readouterr().err
     push_record(clone)

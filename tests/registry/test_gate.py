@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from m3diff.registry.gate import Verdict, has_comparable_scores, judge, judge_without_champion
+from m3diff.registry.gate import Verdict, compare_with_champion, has_comparable_scores, judge_without_champion
 from m3diff.scoring.bootstrap import percentile_interval, resample
 from m3diff.scoring.metrics.change_accuracy import COUNTS
 from m3diff.stages.register.params import Promote
@@ -86,7 +86,7 @@ def test_the_gate_says_of_one_run_what_the_simulation_says():
     challengers, champions = draw_correct_pairs(np.random.default_rng(4), (0.89, 0.86), PHI, PAIRS, 12)
     verdicts = []
     for challenger, champion in zip(challengers.T, champions.T, strict=True):
-        verdicts.append(judge(make_gate(), make_scores(challenger), make_scores(champion)))
+        verdicts.append(compare_with_champion(make_gate(), make_scores(challenger), make_scores(champion)))
     lower_bounds = lower_bounds_of_gain(challengers, champions)
     assert [verdict.low for verdict in verdicts] == lower_bounds.tolist()
     is_promoted = [verdict.outcome == "promoted" for verdict in verdicts]
@@ -102,7 +102,7 @@ def models() -> np.ndarray:
 
 def test_a_verdict_has_gain_interval_and_pairs_and_its_bound_decides(models):
     challenger_mean, champion_mean = models.mean(axis=1)
-    verdict = judge(make_gate(), *map(make_scores, models))
+    verdict = compare_with_champion(make_gate(), *map(make_scores, models))
     assert verdict.outcome == "promoted"
     assert verdict.pairs == 600
     assert verdict.challenger_score == pytest.approx(challenger_mean)
@@ -114,14 +114,14 @@ def test_a_verdict_has_gain_interval_and_pairs_and_its_bound_decides(models):
         f"gain {verdict.gain:+.4f}, 95 % interval {verdict.low:+.4f} to {verdict.high:+.4f} over 600 pairs; "
         "the lower bound exceeds 0"
     )
-    assert judge(make_gate(min_gain=verdict.low - 1e-6), *map(make_scores, models)).outcome == "promoted"
-    assert judge(make_gate(min_gain=verdict.low), *map(make_scores, models)).outcome == "refused"
+    for min_gain, outcome in ((verdict.low - 1e-6, "promoted"), (verdict.low, "refused")):
+        assert compare_with_champion(make_gate(min_gain=min_gain), *map(make_scores, models)).outcome == outcome
     first_verdict = judge_without_champion(make_gate(guards={"SPICE": 0.1}), make_scores(models[0]))
     reason = f"there was no champion. {EXACT_ACCURACY} {challenger_mean:.4f} over 600 pairs of {PROTOCOL}"
     assert first_verdict == Verdict(
         outcome="first", reason=reason, pairs=600, challenger_score=verdict.challenger_score
     )
-    stricter_verdict = judge(make_gate(confidence=0.999), *map(make_scores, models))
+    stricter_verdict = compare_with_champion(make_gate(confidence=0.999), *map(make_scores, models))
     assert stricter_verdict.low < verdict.low
     assert "99.9 %" in stricter_verdict.reason
 
@@ -135,7 +135,7 @@ def test_what_is_worse_equal_or_of_few_pairs_is_refused(models, case):
         "equal pair by pair": models[[0, 0]],
         "ten pairs": ten_pairs,
     }[case]
-    verdict = judge(make_gate(), *map(make_scores, compared_models))
+    verdict = compare_with_champion(make_gate(), *map(make_scores, compared_models))
     assert verdict.outcome == "refused"
     assert verdict.pairs == len(compared_models[0])
     assert (verdict.low is None) == (case == "ten pairs")
@@ -167,7 +167,7 @@ def test_a_guarded_score_may_be_worse_by_exactly_its_tolerance_and_no_more(
     tables = []
     for exact, spice in zip(models, (challenger_spice, champion_spice), strict=True):
         tables.append(make_scores(exact, SPICE=[spice] * 600))
-    verdict = judge(make_gate(guards={"SPICE": tolerance}), *tables)
+    verdict = compare_with_champion(make_gate(guards={"SPICE": tolerance}), *tables)
     assert verdict.outcome == outcome
     assert verdict.low > 0
     guard = verdict.guards["SPICE"]
@@ -186,8 +186,9 @@ def test_a_guard_that_is_better_if_smaller_may_grow_by_exactly_its_tolerance(mod
     statistics[:pairs, COUNTS.index("changed_called_unchanged")] = 1  # says "no change" of these pairs
     challenger = challenger.set_column(2, "change_statistics", pa.array(statistics.tolist()))
     increase = round(pairs / 600, 6)
-    assert judge(make_gate(guards={"false_no_change": increase}), challenger, champion).outcome == "promoted"
-    verdict = judge(make_gate(guards={"false_no_change": increase - 0.001}), challenger, champion)
+    gate_at_limit = make_gate(guards={"false_no_change": increase})
+    assert compare_with_champion(gate_at_limit, challenger, champion).outcome == "promoted"
+    verdict = compare_with_champion(make_gate(guards={"false_no_change": increase - 0.001}), challenger, champion)
     assert verdict.outcome == "refused"
     assert f"false_no_change {increase:.4f}" in verdict.reason
 
@@ -197,7 +198,7 @@ def test_a_model_without_a_score_of_the_gate_is_refused_or_not_comparable(models
     champion_without_spice = make_scores(models[1])
     champion = make_scores(models[1], SPICE=[0.5] * 600)
     challenger = make_scores(models[0], SPICE=[0.6] * 600)
-    verdict = judge(
+    verdict = compare_with_champion(
         make_gate(metric="SPICE", guards={"METEOR": 0.1, EXACT_ACCURACY: 0.1}), champion_without_spice, champion
     )
     assert verdict.outcome == "refused"
@@ -213,7 +214,7 @@ def test_a_model_without_a_score_of_the_gate_is_refused_or_not_comparable(models
     assert [has_comparable_scores(cfg, challenger, champion_without_spice) for cfg in gates] == [False, False, False]
     assert [has_comparable_scores(cfg, challenger, champion) for cfg in gates] == [True, True, True]
     for cfg in gates[:2]:
-        verdict = judge(cfg, challenger, champion_without_spice)
+        verdict = compare_with_champion(cfg, challenger, champion_without_spice)
         assert verdict.outcome == "refused"
         assert "champion" in verdict.reason
         assert "SPICE" in verdict.reason
@@ -254,14 +255,14 @@ DIFFERENT_PAIRS = {
 @pytest.mark.parametrize("case", DIFFERENT_PAIRS)
 def test_scores_that_are_not_over_the_same_pairs_are_refused(case):
     challenger, champion, words = DIFFERENT_PAIRS[case]
-    verdict = judge(make_gate(metric="SPICE"), challenger, champion)
+    verdict = compare_with_champion(make_gate(metric="SPICE"), challenger, champion)
     assert verdict.outcome == "refused", verdict.reason
     assert words in verdict.reason, verdict.reason
     tables = [
         table.append_column("CIDEr", pa.array([value] * len(table)))
         for table, value in ((challenger, 2.0), (champion, 1.0))
     ]
-    assert judge(make_gate(metric="CIDEr", guards={"SPICE": 1.0}), *tables).outcome == "refused"
+    assert compare_with_champion(make_gate(metric="CIDEr", guards={"SPICE": 1.0}), *tables).outcome == "refused"
     assert has_comparable_scores(make_gate(metric="SPICE"), challenger, champion) == (
         "the champion has" not in verdict.reason
     )
@@ -272,17 +273,19 @@ def test_nulls_of_equal_pairs_in_any_order_are_compared_and_other_pairs_not(mode
     better_values = [value and value + 0.1 for value in WORST_NULL]
     order = np.random.default_rng(7).permutation(200)
     spice_gate = make_gate(metric="SPICE")
-    verdict = judge(spice_gate, make_spice_scores(better_values).take(order), make_spice_scores(WORST_NULL))
+    verdict = compare_with_champion(
+        spice_gate, make_spice_scores(better_values).take(order), make_spice_scores(WORST_NULL)
+    )
     assert verdict.outcome == "promoted"
     assert verdict.gain == pytest.approx(0.1)
     for challenger, champion in ((WORST_NULL, WORST_NULL), ([], []), ([1.0], [0.0])):
-        verdict = judge(spice_gate, make_spice_scores(challenger), make_spice_scores(champion))
+        verdict = compare_with_champion(spice_gate, make_spice_scores(challenger), make_spice_scores(champion))
         assert verdict.outcome == "refused"
     challenger, champion = map(make_scores, models)
     assert has_comparable_scores(make_gate(), challenger, champion.take(np.arange(600)[::-1]))
     assert not has_comparable_scores(make_gate(), challenger, champion.slice(1))
     with pytest.raises(ValueError, match=r"600\D+599"):
-        judge(make_gate(), challenger, champion.slice(1))
+        compare_with_champion(make_gate(), challenger, champion.slice(1))
 
 
 @pytest.mark.fault("S2")
@@ -302,7 +305,7 @@ def test_nan_infinity_and_missing_scores_are_refused_of_any_model(models, settin
         (challenger_without_score, champion_without_score, "it has no SPICE"),
         (challenger, champion_without_score, "the champion has no SPICE"),
     ):
-        verdict = judge(cfg, bad_challenger, any_champion)
+        verdict = compare_with_champion(cfg, bad_challenger, any_champion)
         assert verdict.outcome == "refused", verdict.reason
         assert reason in verdict.reason, verdict.reason
     assert not has_comparable_scores(cfg, challenger, champion_without_score), "the champion is scored again first"

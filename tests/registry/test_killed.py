@@ -8,7 +8,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from m3diff.provenance import git as plumbing
-from m3diff.registry import decisions as record
+from m3diff.registry import decisions as decision_record
 from m3diff.registry.decisions import (
     read_decisions,
 )
@@ -33,7 +33,7 @@ def kill_at_write(at: int | None) -> Callable[[], int]:
 
         return write
 
-    record.run_git = plumbing.run_git = counted(plumbing.run_git)
+    decision_record.run_git = plumbing.run_git = counted(plumbing.run_git)
     for name in ("set_registered_model_alias", "delete_registered_model_alias"):
         setattr(MlflowClient, name, counted(getattr(MlflowClient, name)))
     return lambda: done

@@ -9,7 +9,7 @@ import pytest
 
 from m3diff.provenance.git import commit_at, git
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import BRANCH, COUNT_TAG, Entry, append, update_tag
+from m3diff.registry.decisions import BRANCH, COUNT_TAG, Entry, append_decision, update_tag
 from m3diff.registry.moves import make_move
 from tests.errors import raises
 from tests.registry.conftest import read_count_tag
@@ -19,7 +19,7 @@ def decide_on_other_model() -> None:
     entry = Entry(
         action="promote", model="other", champion_before=None, target=1, outcome="refused", reason="elsewhere"
     )
-    append(Path(), entry)
+    append_decision(Path(), entry)
 
 
 def fork() -> None:

@@ -14,7 +14,7 @@ from m3diff.commands.score import score
 from m3diff.commands.score.report import ScoreReport
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
-from m3diff.registry.gate import has_comparable_scores, judge, judge_without_champion
+from m3diff.registry.gate import compare_with_champion, has_comparable_scores, judge_without_champion
 from m3diff.scoring.characters import is_without_spaces, tokenise_characters
 from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import tokenise
@@ -267,23 +267,27 @@ def of_characters(cider: float, rouge: float = 0.5, seed: int = 0) -> pa.Table:
 
 @pytest.mark.parametrize("metric", ["CIDEr", "CIDEr-char"])
 def test_the_gate_decides_by_the_score_of_characters_and_names_it(metric):
-    verdict = judge(gate(metric=metric, guards={"ROUGE-L": 0.1}), of_characters(2.0), of_characters(1.0, seed=1))
+    verdict = compare_with_champion(
+        gate(metric=metric, guards={"ROUGE-L": 0.1}), of_characters(2.0), of_characters(1.0, seed=1)
+    )
     assert verdict.outcome == "promoted"
     assert "CIDEr-char" in verdict.reason
     assert verdict.gain == pytest.approx(1.0, abs=0.05)
     assert verdict.guards.keys() == {"ROUGE-L-char"}
-    assert judge(gate(metric=metric), of_characters(1.0), of_characters(2.0)).outcome == "refused"
+    assert compare_with_champion(gate(metric=metric), of_characters(1.0), of_characters(2.0)).outcome == "refused"
     assert judge_without_champion(gate(metric=metric), of_characters(1.0)).reason.count("CIDEr-char") == 1
 
 
 def test_a_guard_of_characters_refuses_a_worse_model():
-    verdict = judge(gate(guards={"ROUGE-L": 0.1}), of_characters(2.0, rouge=0.2), of_characters(1.0, rouge=0.5))
+    verdict = compare_with_champion(
+        gate(guards={"ROUGE-L": 0.1}), of_characters(2.0, rouge=0.2), of_characters(1.0, rouge=0.5)
+    )
     assert verdict.outcome == "refused"
     assert "ROUGE-L-char" in verdict.reason
 
 
 def test_a_guard_that_reads_english_alone_is_refused_by_name():
-    verdict = judge(gate(guards={"METEOR": 0.1}), of_characters(2.0), of_characters(1.0))
+    verdict = compare_with_champion(gate(guards={"METEOR": 0.1}), of_characters(2.0), of_characters(1.0))
     assert verdict.outcome == "refused"
     assert "METEOR" in verdict.reason
 
@@ -291,7 +295,7 @@ def test_a_guard_that_reads_english_alone_is_refused_by_name():
 def test_a_champion_that_was_scored_by_words_is_scored_again():
     by_words = scores_file(CIDEr=[0.0] * PAIRS)
     assert not has_comparable_scores(gate(), of_characters(2.0), by_words)
-    assert judge(gate(), of_characters(2.0), by_words).outcome == "refused"
+    assert compare_with_champion(gate(), of_characters(2.0), by_words).outcome == "refused"
     assert has_comparable_scores(gate(), of_characters(2.0), of_characters(1.0))
     assert has_comparable_scores(gate(), by_words, by_words)
 

@@ -14,10 +14,10 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK_RULE
-from m3diff.stages.validate.stage import find_rejection_faults, judge
+from m3diff.stages.validate.stage import check_records, find_rejection_faults
 from m3diff.stages.validate.twins import LOOKS_THE_SAME
 
-# Rules of validate that a row can violate because of a row in another split
+# Names of validate's rules that a row can violate because of a row in another split
 RULES_BETWEEN_SPLITS = (LEAK_RULE, "id_unique", "scene_in_one_split")
 MIN_PAIRS = 8  # a folder with fewer pairs is only an example of a layout, and cannot be used for training
 
@@ -67,21 +67,21 @@ def judge_dataset(name: str, entry: DatasetEntry, stage_limits: StageLimits) -> 
             # Ingest prints the rows that it skips, but `read_folder` has already listed them
             with redirect_stdout(io.StringIO()):
                 ingest(name, entry, cache, records)
-            judgement = judge(limits, {name: entry}, cache, records)
+            check_results = check_records(limits, {name: entry}, cache, records)
         except DataError as error:
             return [f"  CANNOT BE USED {error}".replace(unpacked_images, "embedded image ")], False
 
-        excused = _single_row_between_splits(judgement.quarantined_rows, judgement.records.height)
-        bad_rows = judgement.quarantined_rows.join(excused, on="row", how="anti", maintain_order="left")
-        judgement_without_excused = replace(judgement, quarantined_rows=bad_rows)
-        refusals = find_rejection_faults(limits, {name: entry}, judgement_without_excused, protocol)
+        excused = _single_row_between_splits(check_results.quarantined_rows, check_results.records.height)
+        bad_rows = check_results.quarantined_rows.join(excused, on="row", how="anti", maintain_order="left")
+        results_without_excused = replace(check_results, quarantined_rows=bad_rows)
+        refusals = find_rejection_faults(limits, {name: entry}, results_without_excused, protocol)
         # validate always allows a few invalid rows, even if their share is too large. The user should still fix them
         strict_refusals = find_rejection_faults(
-            limits, {name: entry}, judgement_without_excused, protocol, rows_always_allowed=0
+            limits, {name: entry}, results_without_excused, protocol, rows_always_allowed=0
         )
 
     lines = []
-    for finding in judgement.findings:
+    for finding in check_results.findings:
         lines += list_examples(finding.sentence, finding.first, finding.count)
     for reason in excused["reason"]:
         lines.append(f"  1 pair is left out, and validate stops if the share of such pairs is larger: {reason}")
@@ -89,7 +89,7 @@ def judge_dataset(name: str, entry: DatasetEntry, stage_limits: StageLimits) -> 
         rows_below = str(refusal).replace("\n", "\n  ")  # the refusal is indented itself
         lines.append(f"  NOT ACCEPTED {rows_below}")
     if not refusals:
-        sources = judgement.records.select("source").with_row_index("row")
+        sources = check_results.records.select("source").with_row_index("row")
         lines += _quarantine_lines(bad_rows.join(sources, on="row"))
     return [line.replace(unpacked_images, "embedded image ") for line in lines], not strict_refusals
 

@@ -142,7 +142,7 @@ def _read_content(name: str, entry: DatasetEntry) -> FolderContent:
         images |= dict.fromkeys(path for path in (record["before"], record["after"]) if path)
     files = [path for path in images if EMBEDDED_MARK not in path]
     odd_captions = odd_captions_of(entry, rows)
-    doubts = find_doubts(rows, entry.options, is_own=entry.reader == "pairs", odd_captions=odd_captions)
+    doubts = find_doubts(rows, entry.options, is_user_dataset=entry.reader == "pairs", odd_captions=odd_captions)
     return FolderContent(
         rows=rows,
         records=records,

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from m3diff.commands.plan.figures import Plan, Run, count_steps
 from m3diff.commands.plan.mixture import counted_workload, has_mixture
-from m3diff.commands.plan.words import count_words
+from m3diff.commands.plan.unknown_words import count_words
 from m3diff.commands.plan.workload import TokenCounter
 from m3diff.records.errors import Fault
 from m3diff.settings.section import ParamsError

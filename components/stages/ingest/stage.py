@@ -108,7 +108,7 @@ def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row], odd_captions
         DataError: a question is open. The message lists the open questions with the options for each answer.
     """
     questions = []
-    for doubt in find_doubts(rows, entry.options, is_own=entry.reader == "pairs", odd_captions=odd_captions):
+    for doubt in find_doubts(rows, entry.options, is_user_dataset=entry.reader == "pairs", odd_captions=odd_captions):
         answers = [f"\n  options: {as_yaml(answer)}" for answer in doubt.answers]
         questions.append(f"{doubt.question}{''.join(answers)}")
     if questions:

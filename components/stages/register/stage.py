@@ -91,22 +91,22 @@ def register(params: Params) -> Registration:
     lock = Lock()
     tags = lineage.read_lineage(params, lock)
     name = params.register_.model_name
-    outcome: Outcome | None = None
+    first_outcome: Outcome | None = None
     with tracking.connect(params.register_.tracking_uri) as client, process_lock("register"):
         for tries_left in reversed(range(MAX_TRIES)):
             try:
-                version, outcome_of_try = find_or_create(client, params, tags, lock)
+                version, outcome = find_or_create(client, params, tags, lock)
                 write_description(client, version, params.paths.report, params.paths.model)
-                outcome = outcome or outcome_of_try  # keep the outcome of the first try that got this far
+                if first_outcome is None:  # a later try finds the version of this one and calls it unchanged
+                    first_outcome = outcome
                 put_alias(client, name, CHALLENGER, int(version.version))
                 break
             except MlflowException:
                 if not tries_left:
                     raise
                 tracking.check_alive(mlflow.get_tracking_uri())
-    return Registration(
-        outcome=outcome or outcome_of_try, model=name, version=int(version.version), run_id=read_run_id(version)
-    )
+    assert first_outcome is not None
+    return Registration(outcome=first_outcome, model=name, version=int(version.version), run_id=read_run_id(version))
 
 
 def find_or_create(

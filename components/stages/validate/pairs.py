@@ -83,8 +83,8 @@ def compare_similar_pairs(
         stage: name of the stage, for the progress line.
 
     Returns:
-        One row per compared pair, with the columns `row`, `likeness` (as `compare_pairs` returns it) and `unshown`.
-        `unshown` is the reason why the pair does not show a change, or null if it shows one.
+        One row per compared pair, with the columns `row`, `likeness` (as `compare_pairs` returns it) and
+        `no_change_reason`, which is the reason why the pair does not show a change, or null if it shows one.
     """
     similar_pairs = pairs.filter(_have_similar_thumbnails(pairs))
     texts = table[similar_pairs["row"]].select("references", "change_types")
@@ -99,7 +99,7 @@ def compare_similar_pairs(
     for unchanged_kind, reason in REASONS.items():
         reason_with_remedy = pl.format(f"{reason}, {{}}", "after", "before", pl.lit(REMEDY))
         reasons.append(pl.when(kind == unchanged_kind).then(reason_with_remedy))
-    return compared_pairs.select("row", likeness=likeness, unshown=pl.coalesce(reasons))
+    return compared_pairs.select("row", likeness=likeness, no_change_reason=pl.coalesce(reasons))
 
 
 def _have_similar_thumbnails(pairs: pl.DataFrame) -> pl.Series:
@@ -132,7 +132,7 @@ def list_findings(
     """
     pair_sources = table[pairs["row"]].select("dataset", "source", "before_sha256")
     pairs = pairs.hstack(pair_sources)
-    unchanged_pairs = likeness.filter(pl.col("unshown").is_not_null())
+    unchanged_pairs = likeness.filter(pl.col("no_change_reason").is_not_null())
     changed_pairs = pairs.join(unchanged_pairs, on="row", how="anti", maintain_order="left")
     clean_pairs = pairs.join(quarantined_rows, on="row", how="anti", maintain_order="left")
     all_findings = list(_hidden_changes(pairs.join(likeness, on="row")))

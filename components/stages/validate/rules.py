@@ -4,6 +4,16 @@ Rules read *facts*: the columns of the table that `compute_facts` returns, which
 a few vectorised passes over the 896k references are required. polars finds the rows that break a rule
 (`find_quarantined_rows`), and great-expectations checks the same rules (`suite.py`). One of the facts is whether a
 training pair is also in a test set (`twins.py`).
+
+A new rule needs:
+
+1. a `Rule` in the function of its group (`_row_rules`, `_split_rules`, `_reference_rules` or `_image_rules`);
+2. a column for `compute_facts` to add, unless the column already exists;
+3. its description in `RULE_TEXTS` of `rule_texts.py`, for the stage's web page;
+4. its name in `RULES_BETWEEN_SPLITS` of `commands/inspect/judgement.py`, if a row can break the rule because of a row
+   in another split;
+5. if users should be able to change its limit, a field in `params.py` with a value in `params.yaml` and
+   `profiles/embedded.yaml`. `check_records` in `stage.py` passes it to `build_rules`.
 """
 
 from dataclasses import dataclass, field
@@ -63,7 +73,7 @@ def build_rules(max_chars: int) -> list[Rule]:
 
 
 def _row_rules() -> list[Rule]:
-    has_repeated_id = pl.col("id").is_not_null() & (pl.col("turn") != pl.col("turn").min().over("id"))
+    has_repeated_id = pl.col("id").is_not_null() & (pl.col("keep_order") != pl.col("keep_order").min().over("id"))
     repeated_id = "id: {} occurs more than once; only the first row in the highest split (test, val, train) is kept"
     return [
         Rule(
@@ -91,8 +101,8 @@ def _row_rules() -> list[Rule]:
 
 
 def _split_rules() -> list[Rule]:
-    rank = pl.col("rank")
-    is_in_lower_split = (pl.col("scene_splits") > 1) & (rank < rank.max().over("scene"))
+    split_rank = pl.col("split_rank")
+    is_in_lower_split = (pl.col("scene_splits") > 1) & (split_rank < split_rank.max().over("scene"))
     return [
         Rule(
             name="split_given",
@@ -121,7 +131,7 @@ def _split_rules() -> list[Rule]:
             name=LEAK_RULE,
             column="twin",
             is_broken=pl.col("twin").is_not_null(),
-            reason=pl.format("leak: test pair {} {}, so this pair is not used for training", "twin", "how"),
+            reason=pl.format("leak: test pair {} {}, so this pair is not used for training", "twin", "twin_similarity"),
             expectation="ExpectColumnValuesToBeNull",
         ),
     ]
@@ -166,9 +176,9 @@ def _image_rules() -> list[Rule]:
     image_rules = [
         Rule(
             name="shows_a_change",
-            column="unshown",
-            is_broken=pl.col("unshown").is_not_null(),
-            reason=pl.col("unshown"),
+            column="no_change_reason",
+            is_broken=pl.col("no_change_reason").is_not_null(),
+            reason=pl.col("no_change_reason"),
             expectation="ExpectColumnValuesToBeNull",
         ),
         Rule(
@@ -185,7 +195,7 @@ def _image_rules() -> list[Rule]:
                 name=f"{side}_decodes",
                 column=f"{side}_unreadable",
                 is_broken=pl.col(f"{side}_unreadable").is_not_null(),
-                reason=_reason_of_verdict(side),
+                reason=_reason_for_bad_image(side),
                 expectation="ExpectColumnValuesToBeNull",
             )
         )
@@ -207,15 +217,19 @@ def _is_absent(side: str) -> pl.Expr:
 
 
 def _reason_for_absent_images() -> pl.Expr:
-    """Return the verdicts on the absent images, or null if the row's fault already describes them."""
-    verdicts = [pl.when(_is_absent(side)).then(_reason_of_verdict(side)) for side in SIDES]
-    joined_verdicts = pl.concat_str(verdicts, separator="; ", ignore_nulls=True)
+    """Return the reasons of all absent images of a row, or null if the row's fault already describes them."""
+    reasons = [pl.when(_is_absent(side)).then(_reason_for_bad_image(side)) for side in SIDES]
+    joined_reasons = pl.concat_str(reasons, separator="; ", ignore_nulls=True)
     # polars joins nulls to an empty string, and an empty reason would leave a stray "; "
-    return pl.when(joined_verdicts != "").then(joined_verdicts)
+    return pl.when(joined_reasons != "").then(joined_reasons)
 
 
-def _reason_of_verdict(side: str) -> pl.Expr:
-    """Return the verdict on an image. For an image that is too large, add that the limit can be raised."""
+def _reason_for_bad_image(side: str) -> pl.Expr:
+    """Return why an image is absent or cannot be opened: the side, the path and the verdict of `check_images`.
+
+    If the image is too large, the reason also says that the limit can be raised. If the row could not be read, the
+    reason is null.
+    """
     is_too_large = pl.col(f"{side}_code").is_in(TOO_LARGE_CODES)
     raise_limit = pl.when(is_too_large).then(pl.lit(", or raise validate.max_image_pixels")).otherwise(pl.lit(""))
     reason = pl.format(f"{side}: {{}} {{}}{{}}", side, f"{side}_image", raise_limit)
@@ -232,8 +246,9 @@ def compute_facts(
     Args:
         records: records with RAW_SCHEMA.
         images: verdicts by path, as `check_images` returns them.
-        leaks: `row`, `twin` and `how` of the training pairs that are also in a test set, as `find_twins` returns them.
-        likeness: `row` and `unshown` of pairs with similar images, as `compare_similar_pairs` returns them.
+        leaks: `row`, `twin` and `twin_similarity` of the training pairs that are also in a test set, as `find_twins`
+            returns them.
+        likeness: `row` and `no_change_reason` of pairs with similar images, as `compare_similar_pairs` returns them.
     """
     rows = records.drop("references", "change_types").with_row_index("row")
     rows = rows.hstack(_reference_facts(records["references"]))
@@ -242,16 +257,16 @@ def compute_facts(
         verdicts = images.select(pl.col("path").alias(side), verdict, pl.col("code").alias(f"{side}_code"))
         rows = rows.join(verdicts, on=side, how="left")
     rows = rows.join(leaks, on="row", how="left")
-    rows = rows.join(likeness.select("row", "unshown"), on="row", how="left")
-    rank = pl.col("split").replace_strict(SPLIT_RANKS, default=-1, return_dtype=pl.Int64)
+    rows = rows.join(likeness.select("row", "no_change_reason"), on="row", how="left")
+    split_rank = pl.col("split").replace_strict(SPLIT_RANKS, default=-1, return_dtype=pl.Int64)
     has_fault = pl.col("fault").is_not_null()
     scene_splits = pl.col("split").n_unique().over("scene")
     rows = rows.sort("row").with_columns(
         pl.col("before_image", "after_image").fill_null(NO_PATH_VERDICT),
-        rank=rank,
-        # Among rows with the same id, only the row with the lowest turn is kept. Readable rows come first, then higher
+        split_rank=split_rank,
+        # Among rows with the same id, only the first row in this order is kept. Readable rows come first, then higher
         # splits, then earlier rows
-        turn=(2 - rank + 3 * has_fault) * records.height + pl.col("row"),
+        keep_order=(2 - split_rank + 3 * has_fault) * records.height + pl.col("row"),
         scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
     )
     return rows.with_columns(

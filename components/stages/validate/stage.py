@@ -29,10 +29,10 @@ from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.pairs import Finding, compare_similar_pairs, list_findings
 from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.rule_texts import describe_result, describe_rule
 from m3diff.stages.validate.rules import LEAK_RULE, SPLIT_RANKS, Rule, build_rules, compute_facts, find_quarantined_rows
 from m3diff.stages.validate.suite import ExpectationResult, run_suite, unexpected_count_fault
 from m3diff.stages.validate.twins import find_twins, select_valid_pairs
-from m3diff.stages.validate.words import describe_result, describe_rule
 
 QUARANTINE_SCHEMA = pa.schema(
     [*RECORD_SCHEMA, pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
@@ -100,7 +100,7 @@ class ValidateReport(StageReport):
 
 
 @dataclass(frozen=True)
-class Judgement:
+class CheckResults:
     """The results of all checks, before anything is written.
 
     Attributes:
@@ -163,16 +163,16 @@ def validate(
             before the error is raised, so that the user can read the page and the quarantine.
     """
     out.mkdir(parents=True, exist_ok=True)
-    judgement = judge(cfg, entries, image_cache, records)
-    row_facts = judgement.facts.with_columns(counts=count_flags(judgement, cfg.allow_lost_test_pairs))
+    check_results = check_records(cfg, entries, image_cache, records)
+    row_facts = check_results.facts.with_columns(is_counted=count_flags(check_results, cfg.allow_lost_test_pairs))
     shutil.rmtree(out / "docs", ignore_errors=True)
     with ThreadPoolExecutor(1) as writer:  # polars releases the GIL, so great-expectations runs at the same time
-        writing = writer.submit(_split_and_write, judgement, out)
-        results, miscounts = run_suite(row_facts, judgement.rules, read_expected_pairs(entries))
+        writing = writer.submit(_split_and_write, check_results, out)
+        results, miscounts = run_suite(row_facts, check_results.rules, read_expected_pairs(entries))
     rows = writing.result()
-    _require_agreement(results, judgement)
-    report = _build_report(judgement, rows)
-    assert report.rows_in == judgement.records.height == report.rows_out + report.quarantined, report
+    _require_agreement(results, check_results)
+    report = _build_report(check_results, rows)
+    assert report.rows_in == check_results.records.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
     faults = faults_of_report(cfg, report, rows, miscounts)
     faults += faults_of_test_pairs(protocol, entries, rows.clean)
@@ -191,15 +191,15 @@ def validate(
     return report
 
 
-def _require_agreement(results: Sequence[ExpectationResult], judgement: Judgement) -> None:
+def _require_agreement(results: Sequence[ExpectationResult], check_results: CheckResults) -> None:
     """Check that great-expectations and polars agree on which rules are broken."""
     unmet_names = {result.rule for result in results if not result.is_met}
-    unmet_rules = unmet_names & {rule.name for rule in judgement.rules}
-    broken_rules = set(judgement.quarantined_rows["rules"].explode().drop_nulls())
-    assert unmet_rules == broken_rules, (unmet_rules, judgement.quarantined_rows["rules"])
+    unmet_rules = unmet_names & {rule.name for rule in check_results.rules}
+    broken_rules = set(check_results.quarantined_rows["rules"].explode().drop_nulls())
+    assert unmet_rules == broken_rules, (unmet_rules, check_results.quarantined_rows["rules"])
 
 
-def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path) -> Judgement:
+def check_records(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path) -> CheckResults:
     """Check every row in `records/<name>/records.parquet`. This writes caches, but no outputs.
 
     Raises:
@@ -223,7 +223,7 @@ def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path,
     row_facts = compute_facts(table, images, leaks, likeness)
     all_rules = build_rules(cfg.max_caption_chars)
     quarantined_rows = find_quarantined_rows(row_facts, all_rules)
-    return Judgement(
+    return CheckResults(
         records=table,
         images=images,
         facts=row_facts,
@@ -237,7 +237,7 @@ def judge(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path,
 def find_rejection_faults(
     cfg: Validate,
     entries: Mapping[str, DatasetEntry],
-    judgement: Judgement,
+    check_results: CheckResults,
     protocol: str | None = None,
     rows_always_allowed: int = MIN_ALLOWED_ROWS,
 ) -> list[Fault]:
@@ -248,34 +248,34 @@ def find_rejection_faults(
     Args:
         cfg: the section `validate`.
         entries: the datasets of the run.
-        judgement: the results of all checks, as `judge` returns them.
+        check_results: the results of all checks, as `check_records` returns them.
         protocol: "<dataset>/<protocol>" with which the gate scores models.
         rows_always_allowed: number of bad rows that is allowed in each group, regardless of their share.
     """
-    rows = _split_rows(judgement)
-    counted_rows = judgement.facts.filter(count_flags(judgement, cfg.allow_lost_test_pairs) == 1)
+    rows = _split_rows(check_results)
+    counted_rows = check_results.facts.filter(count_flags(check_results, cfg.allow_lost_test_pairs) == 1)
     miscounts = []
     for dataset, splits in read_expected_pairs(entries).items():
         for split, expected in splits.items():
             count = counted_rows.filter(dataset=dataset, own_split=split).height
             if count != expected:
                 miscounts.append(unexpected_count_fault(dataset, split, count, expected=expected))
-    faults = faults_of_report(cfg, _build_report(judgement, rows), rows, miscounts, rows_always_allowed)
+    faults = faults_of_report(cfg, _build_report(check_results, rows), rows, miscounts, rows_always_allowed)
     faults += faults_of_test_pairs(protocol, entries, rows.clean)
     return faults
 
 
-def count_flags(judgement: Judgement, allow_lost_test_pairs: bool) -> pl.Series:
+def count_flags(check_results: CheckResults, allow_lost_test_pairs: bool) -> pl.Series:
     """Return 1 for each row that counts towards the expected number of pairs, and 0 for each bad row.
 
     A training pair that is quarantined because it is in a test set counts, because it is not missing from the dataset.
     A quarantined test pair counts if `allow_lost_test_pairs` is true. The report lists such pairs.
     """
-    missing_rows = judgement.quarantined_rows.filter(pl.col("rules") != [LEAK_RULE])
+    missing_rows = check_results.quarantined_rows.filter(pl.col("rules") != [LEAK_RULE])
     is_missing = pl.col("row").is_in(missing_rows["row"].to_list())
     if allow_lost_test_pairs:
         is_missing &= pl.col("own_split").ne_missing("test")
-    return judgement.facts.select(counts=(~is_missing).cast(pl.Int64))["counts"]
+    return check_results.facts.select(is_counted=(~is_missing).cast(pl.Int64))["is_counted"]
 
 
 def _require_unchanged_images(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
@@ -335,8 +335,8 @@ def read_expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[s
     return expected
 
 
-def _split_and_write(judgement: Judgement, out: Path) -> SplitRows:
-    rows = _split_rows(judgement)
+def _split_and_write(check_results: CheckResults, out: Path) -> SplitRows:
+    rows = _split_rows(check_results)
     _write_table(rows.clean, RECORD_SCHEMA, out / "records.parquet")
     _write_table(rows.quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
     return rows
@@ -347,11 +347,11 @@ def _write_table(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
     pq.write_table(table, path, compression="zstd")
 
 
-def _split_rows(judgement: Judgement) -> SplitRows:
+def _split_rows(check_results: CheckResults) -> SplitRows:
     """Divide the checked rows into clean and bad rows, and normalize the white space in references of clean rows."""
-    rows = judgement.records.with_row_index("row")
-    clean = rows.join(judgement.quarantined_rows, on="row", how="anti").sort("row")
-    quarantine = rows.join(judgement.quarantined_rows, on="row", how="inner").sort("row")
+    rows = check_results.records.with_row_index("row")
+    clean = rows.join(check_results.quarantined_rows, on="row", how="anti").sort("row")
+    quarantine = rows.join(check_results.quarantined_rows, on="row", how="inner").sort("row")
     references = clean.select("row", "references").explode("references", empty_as_null=False)
     respaced_text = pl.col("references").str.replace_all(WHITE_SPACE, " ").str.strip_chars(" ")
     references = references.with_columns(respaced=respaced_text)
@@ -364,8 +364,8 @@ def _split_rows(judgement: Judgement) -> SplitRows:
     )
 
 
-def _build_report(judgement: Judgement, rows: SplitRows) -> ValidateReport:
-    images = judgement.images
+def _build_report(check_results: CheckResults, rows: SplitRows) -> ValidateReport:
+    images = check_results.images
     is_valid = pl.col("verdict") == OK
     named_format = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
     datasets = {}
@@ -378,8 +378,8 @@ def _build_report(judgement: Judgement, rows: SplitRows) -> ValidateReport:
         quarantined=rows.quarantine.height,
         leaks=rows.quarantine.filter(pl.col("rules") == [LEAK_RULE]).height,
         references_respaced=rows.respaced,
-        overlaps=judgement.overlaps,
-        findings=judgement.findings,
+        overlaps=check_results.overlaps,
+        findings=check_results.findings,
         images=images.height,
         bad_images=images.filter(~is_valid).height,
         mislabelled_images=images.filter(is_valid, named_format.ne_missing(pl.col("format"))).height,

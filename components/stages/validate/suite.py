@@ -43,9 +43,9 @@ def run_suite(
     """Check the facts about all rows with great-expectations.
 
     Args:
-        row_facts: as `facts` returns them, with a column `counts` that is 1 if the row counts towards the expected
-            pairs.
-        all_rules: as `rules` returns them.
+        row_facts: as `compute_facts` returns them, with a column `is_counted` that is 1 if the row counts towards the
+            expected pairs.
+        all_rules: as `build_rules` returns them.
         expected: expected number of pairs per dataset and split. Splits that are not listed may have any number.
 
     Returns:
@@ -54,7 +54,7 @@ def run_suite(
     os.environ["GX_ANALYTICS_ENABLED"] = "false"
     import great_expectations as gx  # takes seconds to import
 
-    columns = dict.fromkeys(["dataset", "own_split", "counts", *(rule.column for rule in all_rules)])
+    columns = dict.fromkeys(["dataset", "own_split", "is_counted", *(rule.column for rule in all_rules)])
     # great-expectations copies the rows for each condition, and categories are cheaper to copy than strings
     frame = row_facts.select(*columns).with_columns(pl.selectors.string().cast(pl.Categorical)).to_pandas()
     context: Any = gx.get_context(mode="ephemeral")
@@ -105,7 +105,7 @@ def _expectations(all_rules: list[Rule], expected: ExpectedPairs) -> list[Any]:
         expectations.append(expectation_class(column=rule.column, meta=meta, **rule.arguments))
     for dataset, splits in expected.items():
         for split, pairs in splits.items():
-            counted_rows = (Column("dataset") == dataset) & (Column("own_split") == split) & (Column("counts") == 1)
+            counted_rows = (Column("dataset") == dataset) & (Column("own_split") == split) & (Column("is_counted") == 1)
             meta = {"dataset": dataset, "rule": f"pairs of {split}"}
             expectations.append(gxe.ExpectTableRowCountToEqual(value=pairs, row_condition=counted_rows, meta=meta))
     return expectations

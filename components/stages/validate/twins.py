@@ -19,7 +19,7 @@ COMPARED_AT_ONCE = 200_000
 # Array [pairs, 128] with 64 grey levels of the before image, followed by 64 of the after image
 PairThumbs = NDArray[np.int16]
 
-LOOKS_THE_SAME = "looks the same"  # value of `how` if the image files of the twins differ
+LOOKS_THE_SAME = "looks the same"  # value of `twin_similarity` if the image files of the twins differ
 
 THUMBS = ["thumb", "thumb_after"]
 
@@ -51,10 +51,11 @@ def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFr
 def find_twins(pairs: pl.DataFrame, split: str, reference_split: str, max_diff: int | None) -> pl.DataFrame:
     """Find the rows of `split` that have a twin in `reference_split`.
 
-    Return a table with the columns `row`, `twin` (the id of the twin) and `how` (a phrase such as "looks the same").
+    Return a table with the columns `row`, `twin` (the id of the twin) and `twin_similarity` (a phrase such as "looks
+    the same").
 
     Args:
-        pairs: as `sound_pairs` returns them.
+        pairs: as `select_valid_pairs` returns them.
         split: the split whose pairs are looked up.
         reference_split: the split that is searched for twins.
         max_diff: maximum difference between two thumbnails, in grey levels. None compares contents only.
@@ -63,7 +64,7 @@ def find_twins(pairs: pl.DataFrame, split: str, reference_split: str, max_diff: 
     references = pairs.filter(split=reference_split)
     contents = references.unique(["low", "high"], keep="first", maintain_order=True).select("low", "high", twin="id")
     same_content = candidates.join(contents, on=["low", "high"])
-    same_content = same_content.select("row", "twin", how=pl.lit("has the same images")).sort("row")
+    same_content = same_content.select("row", "twin", twin_similarity=pl.lit("has the same images")).sort("row")
     candidates = candidates.join(same_content, on="row", how="anti")
     if max_diff is None or candidates.is_empty() or references.is_empty():
         return same_content
@@ -101,7 +102,7 @@ def _twins_by_look(candidates: pl.DataFrame, references: pl.DataFrame, max_diff:
         twin_of.update(zip(alike_rows.tolist(), alike_references.tolist(), strict=True))
     twin_ids = distinct_references["id"].gather(list(twin_of.values()))
     twins = distinct_candidates[list(twin_of)].select(*THUMBS, twin=twin_ids)
-    return candidates.join(twins, on=THUMBS).select("row", "twin", how=pl.lit(LOOKS_THE_SAME)).sort("row")
+    return candidates.join(twins, on=THUMBS).select("row", "twin", twin_similarity=pl.lit(LOOKS_THE_SAME)).sort("row")
 
 
 def _slices(counts: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from m3diff.commands.inspect.judgement import RULES_BETWEEN_SPLITS
 from m3diff.records.errors import Fault
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.rule_texts import RULE_TEXTS
 from m3diff.stages.validate.rules import build_rules
-from m3diff.stages.validate.words import RULES
 from tests.errors import Message
 from tests.layouts import (
     edit_json,
@@ -191,8 +192,11 @@ def test_a_missing_file_and_a_broken_file_break_different_rules(raw):
     assert "The image after cannot be opened: 1 row</h3>" in text
 
 
-def test_every_rule_has_words():
-    assert {rule.name for rule in build_rules(2000)} == RULES.keys()
+def test_every_rule_has_a_text_and_every_text_has_a_rule():
+    rules = {rule.name for rule in build_rules(2000)}
+    assert sorted(rules - RULE_TEXTS.keys()) == [], "rules without a text in RULE_TEXTS"
+    assert sorted(RULE_TEXTS.keys() - rules) == [], "texts in RULE_TEXTS without a rule"
+    assert sorted(set(RULES_BETWEEN_SPLITS) - rules) == [], "names in RULES_BETWEEN_SPLITS without a rule"
 
 
 @pytest.mark.slow(25)

@@ -1,4 +1,4 @@
-"""Descriptions of the rules in words, for the stage's web page."""
+"""Describe the rules in words, for the stage's web page. Every rule of `rules.py` has a text in `RULE_TEXTS`."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class RuleText(NamedTuple):
     broken: str
 
 
-RULES = {
+RULE_TEXTS = {
     "readable": RuleText("The line of the annotation file can be read", "The line cannot be read"),
     "id_given": RuleText("Every pair has an id", "No id"),
     "id_unique": RuleText("No id occurs twice", "The id occurs more than once"),
@@ -48,8 +48,12 @@ class ResultText(NamedTuple):
 
 
 def describe_rule(rule: str) -> RuleText:
-    """Return the descriptions of a rule. If RULES does not contain the rule, use its name as both descriptions."""
-    return RULES.get(rule, RuleText(rule, rule))
+    """Return the descriptions of a rule.
+
+    Raises:
+        KeyError: RULE_TEXTS does not contain the rule.
+    """
+    return RULE_TEXTS[rule]
 
 
 def describe_result(result: ExpectationResult) -> ResultText:

@@ -1,9 +1,18 @@
-"""Send notices (alerts) of failures, crashes, rejections and promotions.
+"""Send alerts of failures, crashes, rejections and promotions.
 
-Notices are sent to the Apprise URL in `M3DIFF_NOTIFY` (`mailto://...`, `json://...`, `slack://...`). If the variable is
-not set, no notices are sent. Each notice is sent once. If sending fails, the run continues, and the notice is kept in
+Alerts are sent to the Apprise URL in `M3DIFF_NOTIFY` (`mailto://...`, `json://...`, `slack://...`). If the variable is
+not set, no alerts are sent. Each alert is sent once. If sending fails, the run continues, and the alert is kept in
 `runs/flows/` and sent with the next one. The URL may contain a password, so neither the URL nor errors about it are
 logged.
+
+These places send alerts. An alert about another event needs a function here, and a call in the place that sees the
+event:
+
+- `HOOKS` in `pipeline.py` and the decorator of `watch` in `watch.py`: Prefect calls `alert_failure` if a flow fails or
+  crashes while its process is alive.
+- `run_in_workspace` in `pipeline.py`: `alert_decision` if the gate rejected or promoted a model.
+- `Worker.alert_lost_run` in `worker.py`: `alert_end` if the process of a run was killed, so that no hook ran.
+- `watch` in `watch.py`: `send_alert` without a key, which sends the alerts that are still waiting.
 """
 
 import json
@@ -27,67 +36,67 @@ from m3diff.records.errors import redact
 from m3diff.records.files import write_atomic
 
 NOTIFY_VARIABLE = "M3DIFF_NOTIFY"
-MAX_REMEMBERED = 1000  # number of sent notices to remember, so that no notice is sent twice
+MAX_REMEMBERED = 1000  # number of sent alerts to remember, so that no alert is sent twice
 EXCEPTION_PREFIX = "Flow run encountered an exception: "  # prefix that Prefect adds to an error
 FAILED_STAGE_PREFIX = "ERROR: failed to reproduce"  # start of DVC's last line, which only repeats the name of the stage
 MAX_ERROR_CHARS = 400
 REFUSED_PREFIX = "Refused"  # start of a state's name if the run could not start, followed by the cause
 
 
-def send_notice(
+def send_alert(
     log: Callable[[str], None], key: str = "", title: str = "", text: str = "", checkout: Path | None = None
 ) -> None:
-    """Send the notices that are waiting, then this notice. Skip it if a notice with the same key was already sent.
+    """Send the alerts that are waiting, then this alert. Skip it if an alert with the same key was already sent.
 
-    Errors are logged and never raised. If no URL is set, notices are discarded.
+    Errors are logged and never raised. If no URL is set, alerts are discarded.
 
     Args:
-        log: called with a message if a notice cannot be sent.
-        key: the key that identifies the notice. If it is empty, only the waiting notices are sent.
-        title: the title of the notice.
-        text: the text of the notice.
+        log: called with a message if an alert cannot be sent.
+        key: the key that identifies the alert. If it is empty, only the waiting alerts are sent.
+        title: the title of the alert.
+        text: the text of the alert.
         checkout: the folder in which the flow was started, by default the current directory.
     """
     folder = (checkout or Path.cwd()) / FLOWS_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder / "notices.lock"):
-            notices = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
-            if key and key not in notices["told"]:
-                notices["waiting"][key] = [title, redact(text)]
-            send_waiting_notices(notices["told"], notices["waiting"], log)
-            write_atomic(folder / "notices.json", json.dumps(notices))
+        with hold_lock(folder / "notices.lock"):  # an earlier name of alerts. Renaming the files would lose alerts
+            alerts = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
+            if key and key not in alerts["told"]:
+                alerts["waiting"][key] = [title, redact(text)]
+            send_waiting_alerts(alerts["told"], alerts["waiting"], log)
+            write_atomic(folder / "notices.json", json.dumps(alerts))
     except Exception as error:
-        log(f"warning: a notice was not sent: {type(error).__name__}")
+        log(f"warning: an alert was not sent: {type(error).__name__}")
 
 
-def send_waiting_notices(
-    sending_times: dict[str, str], waiting_notices: dict[str, list[str]], log: Callable[[str], None]
+def send_waiting_alerts(
+    sending_times: dict[str, str], waiting_alerts: dict[str, list[str]], log: Callable[[str], None]
 ) -> None:
-    """Send the waiting notices in order, until one cannot be sent.
+    """Send the waiting alerts in order, until one cannot be sent.
 
     Args:
-        sending_times: the time at which each notice was sent, by its key. Updated in place.
-        waiting_notices: the title and text of each waiting notice, by its key. Updated in place.
-        log: called with a message if a notice cannot be sent.
+        sending_times: the time at which each alert was sent, by its key. Updated in place.
+        waiting_alerts: the title and text of each waiting alert, by its key. Updated in place.
+        log: called with a message if an alert cannot be sent.
     """
     address = os.environ.get(NOTIFY_VARIABLE, "").strip()
-    for key, (title, text) in list(waiting_notices.items()):
+    for key, (title, text) in list(waiting_alerts.items()):
         if address and not send(address, title, text):
             log(
-                f"warning: {title}: the notice was not sent, because {NOTIFY_VARIABLE} does not work. "
-                f"{len(waiting_notices)} notice(s) are kept and sent with the next one"
+                f"warning: {title}: the alert was not sent, because {NOTIFY_VARIABLE} does not work. "
+                f"{len(waiting_alerts)} alert(s) are kept and sent with the next one"
             )
             return
         if address:
             sending_times[key] = datetime.now(UTC).isoformat(timespec="seconds")
-        del waiting_notices[key]
+        del waiting_alerts[key]
     for key in list(sending_times)[:-MAX_REMEMBERED]:
         del sending_times[key]
 
 
 def send(address: str, title: str, text: str) -> bool:
-    """Send a notice with Apprise and return whether it was accepted."""
+    """Send an alert with Apprise and return whether it was accepted."""
     logger = logging.getLogger("apprise")
     was_disabled = logger.disabled
     logger.disabled = True  # it logs URLs, which may contain a password
@@ -98,21 +107,21 @@ def send(address: str, title: str, text: str) -> bool:
         logger.disabled = was_disabled
 
 
-def notify_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Send a notice of a failure or crash. Prefect calls this function when a flow fails or crashes."""
-    notify_end(flow.fn.__name__, flow_run, state, get_logger("m3diff").warning)
+def alert_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
+    """Send an alert of a failure or crash. Prefect calls this function when a flow fails or crashes."""
+    alert_end(flow.fn.__name__, flow_run, state, get_logger("m3diff").warning)
 
 
-def notify_end(deployment: str, run: FlowRun, state: State, log: Callable[[str], None]) -> None:
-    """Send a notice of a failure or crash that names the run, the reason, where to look and what to do.
+def alert_end(deployment: str, run: FlowRun, state: State, log: Callable[[str], None]) -> None:
+    """Send an alert of a failure or crash that names the run, the reason, where to look and what to do.
 
-    If `watch` keeps failing for the same reason, only one notice per day is sent.
+    If `watch` keeps failing for the same reason, only one alert per day is sent.
 
     Args:
         deployment: the name of the deployment: full, retrain or watch.
         run: the flow run.
         state: the final state of the run.
-        log: called with a message if the notice cannot be sent.
+        log: called with a message if the alert cannot be sent.
     """
     outcome = "crashed" if state.is_crashed() else "failed"
     reason = format_reason(state)
@@ -130,7 +139,7 @@ def notify_end(deployment: str, run: FlowRun, state: State, log: Callable[[str],
             "It restarts automatically and continues where it was killed, unless it crashed three times in a row."
         )
     text = f"Run {run.name!r} of m3diff/{deployment} {reason}. {format_link(run.id)}{next_step}"
-    send_notice(log, key, f"m3diff/{deployment} {outcome}", text)
+    send_alert(log, key, f"m3diff/{deployment} {outcome}", text)
 
 
 def is_refused(state: State) -> bool:
@@ -156,8 +165,8 @@ def format_link(flow_run: object) -> str:
     return f"{address} . " if address else ""
 
 
-def notify_decision(record: RunRecord, log: Callable[[str], None]) -> None:
-    """Send a notice if the gate rejected or promoted a model."""
+def alert_decision(record: RunRecord, log: Callable[[str], None]) -> None:
+    """Send an alert if the gate rejected or promoted a model."""
     decision = record.decision
     if decision is None or decision.outcome == "unchanged":
         return
@@ -170,4 +179,4 @@ def notify_decision(record: RunRecord, log: Callable[[str], None]) -> None:
     work = record.work
     reasons = f"The run was started because {'; '.join(record.reasons)}. " if record.reasons else ""
     text = f"{decision}. {reasons}{format_link(work.flow_run)}{consequence}"
-    send_notice(log, f"{work.flow_run} {outcome}", f"m3diff: a model was {outcome}", text, work.checkout)
+    send_alert(log, f"{work.flow_run} {outcome}", f"m3diff: a model was {outcome}", text, work.checkout)

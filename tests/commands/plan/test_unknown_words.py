@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.commands.plan.words import WordCount, count_words
+from m3diff.commands.plan.unknown_words import WordCount, count_words
 from m3diff.records.errors import DataError
 from tests.errors import raises
 from tests.toy import REPOSITORY

@@ -1,4 +1,4 @@
-"""Notices: they are sent once, with a text that contains no secret."""
+"""Alerts: they are sent once, with a text that contains no secret."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Crashed, Failed
 
-from flows import notices
-from flows.notices import format_reason, notify_decision, notify_failure, send_notice
+from flows import alerts
+from flows.alerts import alert_decision, alert_failure, format_reason, send_alert
 from flows.pipeline import full, retrain
 from flows.report import RunRecord
 from flows.watch import watch
@@ -26,31 +26,31 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 
 def test_a_notice_goes_to_an_address_of_apprise_once_and_the_latest_are_remembered(checkout, listener, monkeypatch):
-    monkeypatch.setattr(notices, "MAX_REMEMBERED", 2)
+    monkeypatch.setattr(alerts, "MAX_REMEMBERED", 2)
     for key in ("a", "a", "b", "c", "c", "b"):
-        send_notice(pytest.fail, key, f"title {key}", "the text", checkout)
-    assert [(notice["title"], notice["message"]) for notice in listener.got] == [
+        send_alert(pytest.fail, key, f"title {key}", "the text", checkout)
+    assert [(alert["title"], alert["message"]) for alert in listener.got] == [
         (f"title {key}", "the text") for key in "abc"
     ]
     monkeypatch.delenv("M3DIFF_NOTIFY")
-    send_notice(pytest.fail, "d", "not sent", "and not kept")
+    send_alert(pytest.fail, "d", "not sent", "and not kept")
     monkeypatch.setenv("M3DIFF_NOTIFY", listener.address)
-    send_notice(pytest.fail)
+    send_alert(pytest.fail)
     assert len(listener.got) == 3
 
 
 def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(checkout, listener: Listener, caplog, capfd):
     log_lines: list[str] = []
     listener.code = 500
-    send_notice(log_lines.append, "a", "first", "text")
-    send_notice(log_lines.append, "b", "second", "text")
-    assert "first: the notice was not sent, because M3DIFF_NOTIFY does not work" in log_lines[0]
-    assert "2 notice(s) are kept" in log_lines[1]
+    send_alert(log_lines.append, "a", "first", "text")
+    send_alert(log_lines.append, "b", "second", "text")
+    assert "first: the alert was not sent, because M3DIFF_NOTIFY does not work" in log_lines[0]
+    assert "2 alert(s) are kept" in log_lines[1]
     listener.code = 200
     for _ in range(2):
-        send_notice(log_lines.append, checkout=checkout)
-    send_notice(log_lines.append, "a", "first", "text")
-    assert [notice["title"] for notice in listener.got] == ["first", "second"]
+        send_alert(log_lines.append, checkout=checkout)
+    send_alert(log_lines.append, "a", "first", "text")
+    assert [alert["title"] for alert in listener.got] == ["first", "second"]
     output = "".join(
         [*log_lines, caplog.text, *capfd.readouterr(), (checkout / FLOWS_FOLDER / "notices.json").read_text()]
     )
@@ -65,19 +65,19 @@ def test_a_wrong_address_and_a_full_disk_fail_nothing(checkout, monkeypatch, cap
     log_lines: list[str] = []
     monkeypatch.setenv("M3DIFF_NOTIFY", fault if "disk" not in fault else "json://")
     if "disk" in fault:
-        monkeypatch.setattr(notices, "write_atomic", refuse)
-    send_notice(log_lines.append, "a", "the title", "the text")
+        monkeypatch.setattr(alerts, "write_atomic", refuse)
+    send_alert(log_lines.append, "a", "the title", "the text")
     assert len(log_lines) == 1 + ("disk" in fault)
     assert "secret-word" not in "".join([*log_lines, caplog.text, *capfd.readouterr()])
 
 
 @pytest.fixture
 def sent_notices(checkout, monkeypatch) -> list[tuple[str, str, str]]:
-    notices_of_test: list[tuple[str, str, str]] = []
+    alerts_of_test: list[tuple[str, str, str]] = []
     monkeypatch.setattr(
-        notices, "send_notice", lambda log, key, title, text, *checkout: notices_of_test.append((key, title, text))
+        alerts, "send_alert", lambda log, key, title, text, *checkout: alerts_of_test.append((key, title, text))
     )
-    return notices_of_test
+    return alerts_of_test
 
 
 RUN = SimpleNamespace(id="0123", name="quiet-owl")
@@ -91,10 +91,10 @@ STAGE = Failed(
 
 def test_a_notice_of_a_failure_or_crash_names_run_reason_place_and_next_step(sent_notices):
     for flow in (full, retrain, watch):
-        assert flow.on_failure_hooks == flow.on_crashed_hooks == [notify_failure]
+        assert flow.on_failure_hooks == flow.on_crashed_hooks == [alert_failure]
     with temporary_settings({PREFECT_UI_URL: "http://ui:4200", PREFECT_API_URL: "http://api:4200/api"}):
-        notify_failure(retrain, RUN, STAGE)
-    notify_failure(full, RUN, Crashed(message="no heartbeat for 90 s"))
+        alert_failure(retrain, RUN, STAGE)
+    alert_failure(full, RUN, Crashed(message="no heartbeat for 90 s"))
     (key, title, text), (crash_key, crash_title, crash_text) = sent_notices
     assert key == "0123 failed"
     assert title == "m3diff/retrain failed"
@@ -112,7 +112,7 @@ def test_a_notice_of_a_failure_or_crash_names_run_reason_place_and_next_step(sen
 
 
 def test_the_notice_of_a_refused_run_promises_no_worktree(sent_notices):
-    notify_failure(
+    alert_failure(
         full, RUN, Failed(name="Refused: not committed: params.yaml", message="not committed: params.yaml; commit it")
     )
     _, _, text = sent_notices[0]
@@ -122,7 +122,7 @@ def test_the_notice_of_a_refused_run_promises_no_worktree(sent_notices):
 
 def test_looks_that_fail_for_one_reason_send_one_notice_and_long_errors_are_cut(sent_notices):
     for number, message in enumerate(["a.dvc: gone", "a.dvc: gone", "b.dvc: gone"]):
-        notify_failure(watch, SimpleNamespace(id=number, name="x"), Failed(message=message))
+        alert_failure(watch, SimpleNamespace(id=number, name="x"), Failed(message=message))
     keys = [key for key, _, _ in sent_notices]
     assert keys[0] == keys[1] != keys[2]
     assert all(key.endswith(f" {datetime.now(UTC).date()}") for key in keys), "again on another day"
@@ -145,8 +145,8 @@ def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_r
     sent_notices, outcome, champion, word, consequence
 ):
     work = Workspace("0123", Path("w"), Path("checkout"), "abc", "tree", (), ())
-    notify_decision(RunRecord(work, ["new data"], decision=decision(outcome, champion)), print)
-    notify_decision(RunRecord(work, []), print)
+    alert_decision(RunRecord(work, ["new data"], decision=decision(outcome, champion)), print)
+    alert_decision(RunRecord(work, []), print)
     if not word:
         assert sent_notices == []
         return
