@@ -151,6 +151,12 @@ def table_files(root: Path) -> list[Path]:
         return []
 
 
+def _select_named_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that the option `columns` must name: by field, the columns that the reader would not find."""
+    always_named_fields = ("images", "question")
+    return {field: name for field, name in columns.items() if field != name or field in always_named_fields}
+
+
 def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str, str]]) -> TableGuess:
     """Guess how to read one table.
 
@@ -195,11 +201,7 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
         # In tables of conversations, an id names a conversation, and several conversations may be about the same pair
         columns["id"] = None
     options: dict[str, Any] = {"manifest": manifest}
-    renamed_columns = {
-        field_name: name
-        for field_name, name in columns.items()
-        if field_name != name or field_name in ("images", "question")
-    }
+    renamed_columns = _select_named_columns(columns)
     if renamed_columns:
         options["columns"] = renamed_columns
     options |= sample.options

@@ -198,8 +198,7 @@ def read(
                     continue
                 if checks.is_unchanged(value):
                     fields["change_types"] = [NO_CHANGE]
-                for side in ("before", "after"):
-                    fields[side] = relative_to_root(fields[side], root_names)
+                fields |= {side: relative_to_root(fields[side], root_names) for side in ("before", "after")}
                 row = _make_row(folder + location, fields, file_split, checks)
                 yield row._replace(fault=fault or row.fault)
         checks.finish()

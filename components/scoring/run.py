@@ -88,12 +88,9 @@ def compute_metrics(
                 for protocol in scored_protocols(metric, protocols):
                     protocol_tokens = tokens.get(protocol.name, Tokens({}, {}, None))
                     inputs = MetricInputs(protocol_tokens, answers, parsed, judge)
-                    if protocol.counts_characters and metric.reads == "tokens":
-                        variant = make_character_variant(metric)
-                        character_scores = variant.compute(protocol.pairs, protocol.groups, inputs)
-                        scores[protocol.name][f"{name}{BY_CHARACTERS}"] = character_scores
-                    else:
-                        scores[protocol.name][name] = metric.compute(protocol.pairs, protocol.groups, inputs)
+                    computed_name, computed_metric = variant_for_protocol(name, metric, protocol)
+                    metric_scores = computed_metric.compute(protocol.pairs, protocol.groups, inputs)
+                    scores[protocol.name][computed_name] = metric_scores
             except ScorerFailed as failure:
                 for protocol_scores in scores.values():
                     # a protocol that was scored before the metric failed keeps its scores
@@ -105,6 +102,13 @@ def compute_metrics(
         protocol.name: merge_scores(list_metrics_of_protocol(metrics, protocol), protocol.groups, scores[protocol.name])
         for protocol in protocols
     }
+
+
+def variant_for_protocol(name: str, metric: Metric, protocol: ProtocolPairs) -> tuple[str, Metric]:
+    """Return the metric to compute for a protocol with its name: the character variant if the protocol needs it."""
+    if protocol.counts_characters and metric.reads == "tokens":
+        return f"{name}{BY_CHARACTERS}", make_character_variant(metric)
+    return name, metric
 
 
 def start_programs(

@@ -117,8 +117,8 @@ def test_every_reference_reads_back_to_exactly_the_true_changes(small):
         texts = references(changes, 5)
         assert len(set(texts)) == 5
         for text in texts:
-            clauses = rules.read(text)
-            parts = rules.split(text)
+            clauses = rules.parse_clauses(text)
+            parts = rules.split_clauses(text)
             assert len(clauses) == len(changes)
             for clause, change, part in zip(clauses, changes, parts, strict=True):
                 text_of_values = part.removeprefix(PLACE_NAMES[change.order[0]])

@@ -40,9 +40,9 @@ RENAMED = {
 IN_TEMPORARY = (
     "java.py tokenise",
     "meteor.py MeteorProgram.start_processes",
-    "spice.py ask",
-    "spice.py lay_out",
-    "spice.py score",
+    "spice.py score_items",
+    "spice.py copy_program",
+    "spice.py run_program",
 )
 PLAIN = {
     **{f"components/scoring/metrics/{where}": "in a temporary folder" for where in IN_TEMPORARY},

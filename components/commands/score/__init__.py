@@ -23,6 +23,7 @@ from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs, apply_protocol
+from m3diff.scoring.published import PublishedRow
 from m3diff.scoring.results import score_table
 from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 
@@ -104,10 +105,9 @@ def score_pairs(
     if spice_dir is not None and "SPICE" in scores.absent:
         raise DataError("score.spice_failed", path=spice_dir, cause=scores.absent["SPICE"])
     ranking_score = task.protocol.ranking_score
-    published = sorted(task.published, key=lambda row: -(row.scores.get(ranking_score) or 0.0))
     if protocol_pairs.counts_characters:
         ranking_score = f"{ranking_score}{BY_CHARACTERS}"
-        published = []  # published scores are computed on words
+    published = [] if protocol_pairs.counts_characters else sort_published(task)
     pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL_PAIRS}
     return ScoreReport(
         dataset=task.dataset,
@@ -132,6 +132,11 @@ def score_pairs(
         notes=matched.notes + notes,
         published=[row._asdict() for row in published],
     )
+
+
+def sort_published(task: ScoringTask) -> list[PublishedRow]:
+    """Return the published scores of other methods, which are computed on words. The best ranking score comes first."""
+    return sorted(task.published, key=lambda row: -(row.scores.get(task.protocol.ranking_score) or 0.0))
 
 
 def find_computable_metrics(references: References, spice_dir: Path | None) -> dict[str, Metric]:

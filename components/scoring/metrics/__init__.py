@@ -247,7 +247,7 @@ HEADLINE_SCORES = {
         report_title="one change: its type right, %",
         tile_title="Type of change right",
         card_title="type of a single change named correctly, %",
-        registry_title="one change: its type right, %",
+        registry_title="type of a single change correct, %",
     ),
     "change_place_accuracy": HeadlineScore(
         "change_accuracy", report_title="one change: type, object and place right, %"
@@ -257,7 +257,7 @@ HEADLINE_SCORES = {
         report_title="one change: all of it right, %",
         tile_title="All of the change right",
         card_title="single change: type, object, place, what became what, %",
-        registry_title="one change: all of it right, %",
+        registry_title="single change fully correct, %",
     ),
     "multi_change_exact_f1": HeadlineScore(
         "change_accuracy",
@@ -269,7 +269,7 @@ HEADLINE_SCORES = {
         report_title="pairs without a change: “nothing changed” said, %",
         tile_title="“Nothing changed”, rightly",
         card_title='"nothing changed" of pairs without a change, %',
-        registry_title="no change: said so, %",
+        registry_title="pairs without a change recognized, %",
     ),
     "false_no_change": HeadlineScore(
         "change_accuracy",

@@ -176,15 +176,24 @@ def train(
         warning = nothing_learned_warning(cfg, compute, figures, mixture)
         report = make_report(figures, alignment_figures, reported_settings, warnings, warning)
         speed = rounded_speed(figures)
-        with name_full_disk(out):
-            report.write(out / "report.json")
-        with name_full_disk(scratch):
-            write_atomic(scratch / SPEED_FILE, json.dumps(speed) + "\n")
+        _write_results(report, speed, out, scratch)
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
         if warning is not None:
             print(f"train: warning: {warning}", flush=True)
     shutil.rmtree(run_dir)
     return report
+
+
+def _write_results(report: TrainReport, speed: Mapping[str, Any], out: Path, scratch: Path) -> None:
+    """Write report.json to `out`, and the run's speed, which `m3diff plan` reads, to the scratch folder.
+
+    Raises:
+        DiskFullError: the disk of one of the folders is full.
+    """
+    with name_full_disk(out):
+        report.write(out / "report.json")
+    with name_full_disk(scratch):
+        write_atomic(scratch / SPEED_FILE, json.dumps(speed) + "\n")
 
 
 def _require_readable_tokenizer(tokenizer: Path) -> None:
