@@ -753,7 +753,7 @@ def test_a_server_that_hangs_on_two_images_ends_the_run_after_a_few_questions(fa
     expected = {"questions": 8, "images": 2, "limit": 0.5, "attempts": 2}
     with raises(EndpointError, "endpoint.silent_on_images", **expected):
         endpoint(server, tmp_path, timeout_s=0.5).ask(two_images(tmp_path, 40), "test")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30, "it is 1 s on an idle machine"
     assert len(server.requests) == 16, "each of the first eight twice"
     assert "0.5 s" in capsys.readouterr().err
 
