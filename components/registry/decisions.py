@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -397,8 +398,9 @@ def require_complete_record(client: MlflowClient, repository: Path, model: str) 
                 fetch_record(repository, remote)
         if not is_in_history(repository, BRANCH, commit):
             raise missing_decisions_error(repository, model, count, commit)
-        model_decisions = [decision for decision in _read_up_to(repository, commit) if decision.model == model]
-        if int(count) != len(model_decisions):
+        # A model that was renamed on MLflow's page keeps the tag with the decisions about its former name
+        counts = Counter(decision.model for decision in _read_up_to(repository, commit))
+        if int(count) not in counts.values():
             raise edited_tag_error(repository, model, tag)
     update_tag(client, repository, model)
 

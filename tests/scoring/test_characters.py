@@ -124,7 +124,7 @@ def test_characters_score_as_words_do_to_the_last_digit(tmp_path):
         assert f"{name}-char" in chinese.absent[name]
     assert english.scores.keys() == {"CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"}
     assert "METEOR" in chinese.absent
-    assert chinese.main_score == "CIDEr-char"
+    assert chinese.headline == "CIDEr-char"
 
 
 def test_captions_that_are_equal_up_to_spaces_score_as_equal(tmp_path):
