@@ -60,12 +60,12 @@ def send_alert(
     folder = (checkout or Path.cwd()) / FLOWS_FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder / "notices.lock"):  # an earlier name of alerts. Renaming the files would lose alerts
-            alerts = read_json(folder / "notices.json") or {"told": {}, "waiting": {}}
-            if key and key not in alerts["told"]:
+        with hold_lock(folder / "alerts.lock"):
+            alerts = read_json(folder / "alerts.json") or {"sent": {}, "waiting": {}}
+            if key and key not in alerts["sent"]:
                 alerts["waiting"][key] = [title, redact(text)]
-            send_waiting_alerts(alerts["told"], alerts["waiting"], log)
-            write_atomic(folder / "notices.json", json.dumps(alerts))
+            send_waiting_alerts(alerts["sent"], alerts["waiting"], log)
+            write_atomic(folder / "alerts.json", json.dumps(alerts))
     except Exception as error:
         log(f"warning: an alert was not sent: {type(error).__name__}")
 

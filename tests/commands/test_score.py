@@ -832,7 +832,7 @@ def test_a_call_with_neither_file_names_both(tmp_path):
     ]
 
 
-# One's own table as references
+# A user's own table as references
 
 OWN_TABLES = {
     "documented columns": "before,after,captions\na/1.png,b/1.png,the lamp is out\na/2.png,b/2.png,it rains\n",

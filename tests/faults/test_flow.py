@@ -407,12 +407,12 @@ def test_a_lock_that_is_cut_short_is_not_committed(project):
 
 
 @pytest.mark.fault("T12")
-@pytest.mark.parametrize("text", ["", "{", '{"told": {'], ids=["empty", "half", "cut"])
+@pytest.mark.parametrize("text", ["", "{", '{"sent": {'], ids=["empty", "half", "cut"])
 def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeypatch):
     """A loss of power leaves an empty file on some disks; then it is as if there were none."""
     flows = project / FLOWS_FOLDER
     flows.mkdir(parents=True)
-    for name in ("watch.json", "notices.json"):
+    for name in ("watch.json", "alerts.json"):
         (flows / name).write_text(text)
     assert watch.read_json(watch.STATE_FILE) is None
     monkeypatch.setenv("M3DIFF_NOTIFY", "")

@@ -52,7 +52,7 @@ def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(check
     send_alert(log_lines.append, "a", "first", "text")
     assert [alert["title"] for alert in listener.got] == ["first", "second"]
     output = "".join(
-        [*log_lines, caplog.text, *capfd.readouterr(), (checkout / FLOWS_FOLDER / "notices.json").read_text()]
+        [*log_lines, caplog.text, *capfd.readouterr(), (checkout / FLOWS_FOLDER / "alerts.json").read_text()]
     )
     assert "secret-word" not in output
 

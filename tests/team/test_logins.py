@@ -25,8 +25,8 @@ RECORD_ENVIRONMENTS = """def evaluate(params, paths):
 
     old(params, paths)
     family = group_processes_by("M3DIFF_SERVICE")[os.environ["M3DIFF_SERVICE"]]
-    seen = [process.environ() for process in family]
-    Path(os.environ["TOY_MARKS"], "environments.json").write_text(json.dumps(seen))
+    environments = [process.environ() for process in family]
+    Path(os.environ["TOY_MARKS"], "environments.json").write_text(json.dumps(environments))
 """
 """A stage that records the environments of its process, of the flow and of the worker."""
 

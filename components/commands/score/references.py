@@ -60,9 +60,9 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
     if references is not None:
         if not references.is_file():
             raise DataError("score.references_missing", path=references)
-        return (
-            read_reference_table(references, task) if is_table(references) else read_coco_references(references, task)
-        )
+        if is_table(references):
+            return read_reference_table(references, task)
+        return read_coco_references(references, task)
     assert task.spec is not None
     if data is None:
         raise DataError(

@@ -219,7 +219,7 @@ class HeadlineScore:
 
     Attributes:
         metric: name in METRICS of the metric that computes the score.
-        report_title: title of the row in the report's table of headline scores, which `make run` also prints.
+        report_title: title of the row in the report's table of headline scores.
         tile_title: title of the percentage at the top of the report. The headline scores of metrics of captions are
             shown there by name and need no title.
         card_title: title of the row in the model card that `m3diff export --hub` writes.

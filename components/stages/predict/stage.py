@@ -318,8 +318,7 @@ def sample_control_pairs(
         count: maximum number of pairs in each control.
     """
     # Take the after-image from the pair half a list away, so that no pair keeps its own after-image. A list of one pair
-    # has no other after-image, so its shuffled control is the pair itself, and
-    # `evaluate` does not score the control
+    # has no other after-image. Its shuffled control is the pair itself, and `evaluate` does not score the control
     shift = max(1, len(pairs) // 2)
     sampled_numbers = np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]
     shuffled_pairs = []
