@@ -385,7 +385,8 @@ LIGHT_IMPORTS = "import numpy, pyarrow, pydantic, yaml; code = 0"
 def test_a_wrong_file_is_refused_at_once_without_heavy_imports(write):
     path = write({"train.epochs": -1, "models.m3diff.lora.rank": -1})
     refusal = f"from m3diff.__main__ import main; code = main(['--params', {str(path)!r}, 'train'])"
-    refusal_seconds, import_seconds = [], []
+    refusal_seconds = []
+    import_seconds = []
     for _ in range(3):  # beside other tests, a process may get a core that is shared with another one
         exit_code, seconds, loaded, errors = run_timed(refusal)
         refusal_seconds.append(seconds)
