@@ -38,7 +38,7 @@ from m3diff.provenance.dvc import DVC_LOCK, Lock, require_own_code
 from m3diff.provenance.git import git
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.promote import Promotion, promote
+from m3diff.registry.promote import GateDecision, promote
 from m3diff.registry.versions import CHALLENGER, find_aliased_version
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
@@ -333,8 +333,8 @@ def register_model() -> State[Registration]:
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, **RETRIES_OF_SERVERS)
-def promote_model(version: int) -> State[Promotion]:
+def promote_model(version: int) -> State[GateDecision]:
     """Let the gate judge the version that this flow registered. A rejection is not a failure."""
-    promotion = promote(load_params(PARAMS), rescore, version)
-    outcome = {"unchanged": "Skipped", "refused": "Rejected"}.get(promotion.outcome, "Ran")
-    return Completed(name=outcome, message=str(promotion), data=promotion)
+    decision = promote(load_params(PARAMS), rescore, version)
+    outcome = {"unchanged": "Skipped", "refused": "Rejected"}.get(decision.outcome, "Ran")
+    return Completed(name=outcome, message=str(decision), data=decision)

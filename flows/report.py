@@ -19,7 +19,7 @@ from flows.workspace import Workspace, read_json
 from m3diff.provenance.git import GitError, git, main_tree
 from m3diff.records.errors import redact
 from m3diff.records.files import write_atomic
-from m3diff.registry.promote import Promotion
+from m3diff.registry.promote import GateDecision
 from m3diff.report.curves import draw_picture
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
@@ -47,7 +47,7 @@ class RunRecord:
     outcomes: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     registration: Registration | None = None
-    decision: Promotion | None = None
+    decision: GateDecision | None = None
     error: str | None = None
 
     @property

@@ -18,10 +18,10 @@ A new setting of the gate needs:
 
 1. a field of `Promote` in `stages/register/params.py`, with a value in `params.yaml` and `profiles/embedded.yaml`;
 2. the code that uses it: `compare_with_champion` here, and `judge_without_champion` if it also applies to the first
-   version;
+   version. A setting that names a score also has a place in `compared_scores` and `use_characters_if_needed`;
 3. a check in `check_gate_scores` of `settings/rules.py`, if it names scores or protocols;
-4. a field of `Promotion` in `promote.py`, which `attempt_promotion` fills in, if the record of decisions should contain
-   it. The field needs a default, because decisions that are already recorded do not contain it.
+4. a field of `GateDecision` in `promote.py`, which `attempt_promotion` fills in, if the record of decisions should
+   contain it. The field needs a default, because decisions that are already recorded do not contain it.
 """
 
 from collections import Counter
@@ -72,6 +72,11 @@ class Verdict(BaseModel):
     guards: dict[str, GuardedScore] = {}
 
 
+def compared_scores(cfg: Promote) -> list[str]:
+    """Return the names of the scores that the gate compares: its metric and its guarded scores."""
+    return [cfg.metric, *cfg.guards]
+
+
 def judge_without_champion(cfg: Promote, challenger: pa.Table) -> Verdict:
     """Judge a version when there is no champion. Accept it if its metric and guarded scores are finite numbers.
 
@@ -95,7 +100,7 @@ def compare_with_champion(cfg: Promote, challenger: pa.Table, champion: pa.Table
         ValueError: the two files do not contain the same pairs of the protocol.
     """
     cfg = use_characters_if_needed(cfg, challenger)
-    missing_scores = [name for name in (cfg.metric, *cfg.guards) if score(cfg, challenger, name) is None]
+    missing_scores = [name for name in compared_scores(cfg) if score(cfg, challenger, name) is None]
     if missing_scores:
         return refuse_missing_scores(cfg, missing_scores)
     differences = list(describe_different_pairs(cfg, challenger, champion))
@@ -193,7 +198,7 @@ def faults_of_scores(cfg: Promote, table: pa.Table) -> list[Fault]:
         count = len(repeated_ids)
         example = repeated_ids[0]
         faults.append(Fault("registry.scores_ids_repeated", count=count, protocol=cfg.protocol, example=example))
-    for metric in (cfg.metric, *cfg.guards):
+    for metric in compared_scores(cfg):
         for name in (metric, f"{metric}{BY_CHARACTERS}"):
             if name in known_scores():
                 faults += score_faults(cfg, table, name)
@@ -260,7 +265,7 @@ def describe_different_pairs(cfg: Promote, challenger: pa.Table, champion: pa.Ta
 
     If there is a difference, the mean scores of the two models are computed over different pairs.
     """
-    for name in (cfg.metric, *cfg.guards):
+    for name in compared_scores(cfg):
         challenger_nulls = ids_without_value(cfg, name, challenger)
         champion_nulls = ids_without_value(cfg, name, champion)
         missing_ids = {
@@ -294,7 +299,7 @@ def has_comparable_scores(cfg: Promote, challenger: pa.Table, champion: pa.Table
     return all(
         score(cfg, champion, name) is not None
         and ids_without_value(cfg, name, champion) <= ids_without_value(cfg, name, challenger)
-        for name in (cfg.metric, *cfg.guards)
+        for name in compared_scores(cfg)
     )
 
 

@@ -62,7 +62,7 @@ class CannotScoreAgain(CodedError):
     """A version cannot be captioned and scored on the test set of this working tree."""
 
 
-class Promotion(Verdict):
+class GateDecision(Verdict):
     """The gate's decision about a version. A refusal is not an error.
 
     Attributes:
@@ -85,8 +85,8 @@ class Promotion(Verdict):
         return f"{self.model} version {self.challenger} {self.outcome}: {self.reason}"
 
     @classmethod
-    def from_decision(cls, decision: Decision) -> "Promotion":
-        """Return the promotion that a recorded decision describes."""
+    def from_decision(cls, decision: Decision) -> "GateDecision":
+        """Return the gate's decision that an entry of the record describes."""
         return cls.model_validate(
             {
                 **decision.gate,
@@ -99,7 +99,7 @@ class Promotion(Verdict):
         )
 
     def to_entry(self, previous: int | None) -> Entry:
-        """Convert this promotion to an entry for the record of decisions.
+        """Convert this decision to an entry for the record of decisions.
 
         Args:
             previous: the version that the alias `previous` points to after the decision.
@@ -131,7 +131,7 @@ Rescore = Callable[[MlflowClient, Params, ModelVersion, str], pa.Table]
 
 def promote(
     params: Params, rescore: Rescore, version: int | None = None, again: bool = False, repository: Path = Path(".")
-) -> Promotion:
+) -> GateDecision:
     """Judge a version with the gate, record the decision, and make the version champion if it passes.
 
     Args:
@@ -152,16 +152,16 @@ def promote(
         fetch_record(repository)
         for fault in numbering_faults(repository):
             print_warning(f"{fault}; see `m3diff history`")
-        promotion = None
+        gate_decision = None
         for _ in range(ATTEMPTS):
-            promotion = attempt_promotion(client, params, rescore, version, again, repository)
-            if promotion is not None:
+            gate_decision = attempt_promotion(client, params, rescore, version, again, repository)
+            if gate_decision is not None:
                 break
         update_tag(client, repository, model)
     push_record(repository)
-    if promotion is None:
+    if gate_decision is None:
         raise OvertakenError("registry.champion_moved_often", attempts=ATTEMPTS)
-    return promotion
+    return gate_decision
 
 
 def rollback(params: Params, to: int | None = None, why: str = "", repository: Path = Path(".")) -> Decision:
@@ -215,7 +215,7 @@ def read_state(client: MlflowClient, repository: Path, model: str) -> ModelState
 
 def attempt_promotion(
     client: MlflowClient, params: Params, rescore: Rescore, version: int | None, again: bool, repository: Path
-) -> Promotion | None:
+) -> GateDecision | None:
     """Judge the challenger once and record the decision.
 
     Returns:
@@ -228,12 +228,12 @@ def attempt_promotion(
         finished_move = reconcile(client, repository, model)
         challenger = find_challenger(client, model, version)
         if finished_move is not None and is_promotion_of(finished_move, challenger):
-            return Promotion.from_decision(finished_move)
+            return GateDecision.from_decision(finished_move)
         state = read_state(client, repository, model)
 
     # Do not hold the record's lock here: judging may take hours, and a rollback must not wait for it
     verdict, scored_again = judge_challenger(client, params, rescore, challenger, state, again)
-    promotion = Promotion(
+    gate_decision = GateDecision(
         **dict(verdict),
         model=model,
         challenger=int(challenger.version),
@@ -247,7 +247,7 @@ def attempt_promotion(
     with process_lock("record", repository):
         if read_state(client, repository, model) != state:
             return None
-        return promotion if record_promotion(client, repository, promotion, state) else None
+        return gate_decision if record_gate_decision(client, repository, gate_decision, state) else None
 
 
 def find_challenger(client: MlflowClient, model: str, version: int | None) -> ModelVersion:
@@ -366,7 +366,9 @@ def command_to_accept(version: ModelVersion) -> str:
     return f"m3diff rollback --to {version.version} --why 'accepted without a comparison'"
 
 
-def record_promotion(client: MlflowClient, repository: Path, promotion: Promotion, state: ModelState) -> bool:
+def record_gate_decision(
+    client: MlflowClient, repository: Path, gate_decision: GateDecision, state: ModelState
+) -> bool:
     """Record a decision of the gate and, if it is a promotion, move the aliases.
 
     A refusal that only repeats the last decision is not recorded again.
@@ -374,15 +376,15 @@ def record_promotion(client: MlflowClient, repository: Path, promotion: Promotio
     Returns:
         False if the champion changed in the meantime, otherwise True.
     """
-    if promotion.outcome == "unchanged":
+    if gate_decision.outcome == "unchanged":
         return True
-    previous = promotion.champion
+    previous = gate_decision.champion
     if previous is None:
-        previous = resolve_alias(client, promotion.model, PREVIOUS)
-    entry = promotion.to_entry(previous)
-    if promotion.outcome != "refused":
+        previous = resolve_alias(client, gate_decision.model, PREVIOUS)
+    entry = gate_decision.to_entry(previous)
+    if gate_decision.outcome != "refused":
         return make_move(client, repository, entry) is not None
-    earlier_decisions = select_current_decisions(client, state.decisions, promotion.model)
+    earlier_decisions = select_current_decisions(client, state.decisions, gate_decision.model)
     if not (earlier_decisions and is_repetition(entry, earlier_decisions[-1])):
         append_decision(repository, add_identities(client, entry))
     return True

@@ -42,7 +42,7 @@ FIRST_CARDS = 6  # number of pairs that the gallery shows at first; few, because
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PageContent:
     """Everything that the page of a run shows.
 
     Attributes:
@@ -68,7 +68,7 @@ class Evidence:
     origin: Origin = field(default_factory=Origin)
 
 
-def write_report(evidence: Evidence, out: Path, embedded_mb: int) -> None:
+def write_report(content: PageContent, out: Path, embedded_mb: int) -> None:
     """Write `out`/report.html and the folder `out`/images, which is empty if the images are embedded in the page.
 
     Args:
@@ -79,7 +79,7 @@ def write_report(evidence: Evidence, out: Path, embedded_mb: int) -> None:
     """
     images = out / "images"
     images.mkdir(parents=True, exist_ok=True)
-    values = page_values(evidence, images, embedded_mb)
+    values = page_values(content, images, embedded_mb)
     text = load_templates().get_template("report.html.j2").render(key=NO_KEY, **values)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     write_atomic(out / "report.html", text.replace(NO_KEY, key, 1))
@@ -87,44 +87,44 @@ def write_report(evidence: Evidence, out: Path, embedded_mb: int) -> None:
     write_atomic(out / CREATION_NOTE, "")
 
 
-def page_values(evidence: Evidence, images: Path, embedded_mb: int) -> dict[str, Any]:
+def page_values(content: PageContent, images: Path, embedded_mb: int) -> dict[str, Any]:
     """Return the values for the page's template.
 
     Args:
         images: folder for images that are not embedded in the page.
     """
-    scores = evidence.report.protocols
-    rights = {dataset: find_image_rights(spec) for dataset, spec in evidence.specs.items()}
-    saliency = read_saliency(evidence.saliency) if evidence.saliency.is_file() else {}
-    columns = choose_columns(evidence.metrics, scores)
+    scores = content.report.protocols
+    rights = {dataset: find_image_rights(spec) for dataset, spec in content.specs.items()}
+    saliency = read_saliency(content.saliency) if content.saliency.is_file() else {}
+    columns = choose_columns(content.metrics, scores)
     run = RunPairs(
         name="this run",
-        pairs={protocol.name: {pair.id: pair for pair in protocol.pairs} for protocol in evidence.protocols},
-        scores=evidence.pair_scores,
-        parsed=evidence.parsed,
+        pairs={protocol.name: {pair.id: pair for pair in protocol.pairs} for protocol in content.protocols},
+        scores=content.pair_scores,
+        parsed=content.parsed,
     )
-    first_protocol = evidence.protocols[0]
-    main_protocols = select_main_protocols(evidence.protocols)
-    parts = describe_protocols(evidence, columns)
-    gallery = build_gallery([run], evidence.metrics, rights, saliency, images, embedded_mb * MB)
-    descriptions = {protocol.name: describe_pairs(protocol.rules) for protocol in evidence.protocols}
-    origin = evidence.origin
+    first_protocol = content.protocols[0]
+    main_protocols = select_main_protocols(content.protocols)
+    parts = describe_protocols(content, columns)
+    gallery = build_gallery([run], content.metrics, rights, saliency, images, embedded_mb * MB)
+    descriptions = {protocol.name: describe_pairs(protocol.rules) for protocol in content.protocols}
+    origin = content.origin
     trainings = read_phases(origin.curves) if origin.curves else []
     last_training = trainings[-1] if trainings else None
     return dict(
-        report=evidence.report,
+        report=content.report,
         origin=origin,
         trainings=[draw_phase(training) for training in trainings],
         verdict=judge_learning_by_scores(main_protocols, scores, last_training, origin.base),
-        headline_table=headline_table(evidence.report, [protocol.name for protocol in main_protocols]),
-        datasets=list(dict.fromkeys(protocol.dataset for protocol in evidence.protocols)),
+        headline_table=headline_table(content.report, [protocol.name for protocol in main_protocols]),
+        datasets=list(dict.fromkeys(protocol.dataset for protocol in content.protocols)),
         first_scores=scores[first_protocol.name],
         columns=columns.main_scores,
         percentage_titles=percentage_titles(),
-        overview=overview_table(scores, columns.main_scores, descriptions, evidence.notes),
+        overview=overview_table(scores, columns.main_scores, descriptions, content.notes),
         parts=parts,
         published=[part for part in parts if part["published"] and part["is_main_protocol"]],
-        confusion=confusion_table(judged_captions(evidence, first_protocol)),
+        confusion=confusion_table(grammar_captions(content, first_protocol)),
         gallery=gallery | {"first": FIRST_CARDS},
         gallery_title="All pairs",
         gallery_note="All test pairs with the captions of the model. Open a pair to slide between its images.",
@@ -146,11 +146,11 @@ def percentage_titles() -> dict[str, str]:
     return titles
 
 
-def judged_captions(evidence: Evidence, protocol: ProtocolPairs) -> list[ParsedCaption]:
+def grammar_captions(content: PageContent, protocol: ProtocolPairs) -> list[ParsedCaption]:
     """Return the parsed predictions of a protocol, or an empty list if the grammar cannot read most of them."""
-    if evidence.report.protocols[protocol.name].scores.get("change_type_accuracy") is None:
+    if content.report.protocols[protocol.name].scores.get("change_type_accuracy") is None:
         return []
-    return [evidence.parsed[pair.id] for pair in protocol.pairs if pair.id in evidence.parsed]
+    return [content.parsed[pair.id] for pair in protocol.pairs if pair.id in content.parsed]
 
 
 class AbsentScore(NamedTuple):
@@ -209,12 +209,12 @@ def choose_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, Protoc
     return TableColumns(scores, main_scores)
 
 
-def describe_protocols(evidence: Evidence, columns: TableColumns) -> list[dict[str, Any]]:
+def describe_protocols(content: PageContent, columns: TableColumns) -> list[dict[str, Any]]:
     """Return the page's section for each protocol. Only the first protocol of each dataset has a complete section."""
-    main_protocol_names = {protocol.name for protocol in select_main_protocols(evidence.protocols)}
+    main_protocol_names = {protocol.name for protocol in select_main_protocols(content.protocols)}
     parts = []
-    for protocol in evidence.protocols:
-        scores = evidence.report.protocols[protocol.name]
+    for protocol in content.protocols:
+        scores = content.report.protocols[protocol.name]
         is_main_protocol = protocol.name in main_protocol_names
         types = sorted(scores.groups_in_folder("by_type"), key=change_type_order) if is_main_protocol else []
         published = None

@@ -91,6 +91,8 @@ def overview_table(
 def headline_table(report: EvaluateReport, main_protocols: Sequence[str]) -> Table:
     """Return the table of the scores for comparing runs, which `make run` prints.
 
+    Its rows are HEADLINE_SCORES in `components/scoring/metrics/__init__.py`. Add a line there to show another score.
+
     Args:
         main_protocols: names of the protocols to show as columns: the first protocol of each dataset.
     """

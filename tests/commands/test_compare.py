@@ -14,7 +14,7 @@ from m3diff.records.errors import DataError
 from m3diff.report.tables import Table
 from tests.errors import raises
 from tests.scoring import bench
-from tests.scoring.bench import evidence, gallery_of, table, write_scores
+from tests.scoring.bench import gallery_of, page_content, table, write_scores
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: the second says of every pair that nothing changed."""
     root = tmp_path_factory.mktemp("runs")
     bench.write(root)
-    write_scores(evidence(root, bench.pairs(root)), root / "first")
+    write_scores(page_content(root, bench.pairs(root)), root / "first")
     silent = [replace(pair, prediction="nothing changed") for pair in bench.pairs(root)]
-    write_scores(evidence(root, silent), root / "second")
+    write_scores(page_content(root, silent), root / "second")
     return root
 
 
@@ -88,7 +88,7 @@ def test_a_missing_run_is_named(runs, tmp_path):
 
 
 def test_runs_on_different_pairs_are_refused(runs, tmp_path):
-    fewer = write_scores(evidence(runs, bench.pairs(runs)[1:]), tmp_path / "fewer")
+    fewer = write_scores(page_content(runs, bench.pairs(runs)[1:]), tmp_path / "fewer")
     counts = {"pairs": 6, "other_pairs": 5, "unshared": 1}
     names = {"protocol": "toy/test", "name": "toy/0"}
     refuse(runs, runs / "first", fewer, tmp_path, "compare.pairs_differ", **counts, **names)
@@ -96,7 +96,7 @@ def test_runs_on_different_pairs_are_refused(runs, tmp_path):
 
 def test_pairs_that_are_no_test_pairs_here_are_refused(runs, tmp_path):
     unknown = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in bench.pairs(runs)]
-    first_folder, second_folder = (write_scores(evidence(runs, unknown), tmp_path / name) for name in ("a", "b"))
+    first_folder, second_folder = (write_scores(page_content(runs, unknown), tmp_path / name) for name in ("a", "b"))
     path = runs / "clean" / "records.parquet"
     refuse(runs, first_folder, second_folder, tmp_path, "compare.unknown_pairs", path=path, name="toy/90")
 

@@ -10,16 +10,16 @@ import pytest
 
 from flows.workspace import Workspace, workspace
 from m3diff.provenance.git import git
-from m3diff.registry.promote import Promotion
+from m3diff.registry.promote import GateDecision
 from m3diff.stages.register.stage import Registration
 from tests.servers import Listener
 
 REGISTRATION = Registration(outcome="registered", model="m", version=7, run_id="r")
 
 
-def decision(outcome: str, champion: int | None = 1) -> Promotion:
+def decision(outcome: str, champion: int | None = 1) -> GateDecision:
     gate = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
-    return Promotion(outcome=outcome, model="m", challenger=7, champion=champion, **gate)
+    return GateDecision(outcome=outcome, model="m", challenger=7, champion=champion, **gate)
 
 
 def opened(

@@ -28,7 +28,7 @@ from m3diff.registry.decisions import (
     numbering_faults,
     read_decisions,
 )
-from m3diff.registry.promote import Promotion, promote, rollback
+from m3diff.registry.promote import GateDecision, promote, rollback
 from m3diff.registry.versions import CHALLENGER, SCORES
 from m3diff.settings.load import load_params
 from tests import toy
@@ -99,7 +99,7 @@ class Registry:
         self.client.set_registered_model_alias("m3diff", CHALLENGER, version.version)
         return int(version.version)
 
-    def decide(self, version: int | None = None, again: bool = False) -> Promotion:
+    def decide(self, version: int | None = None, again: bool = False) -> GateDecision:
         return promote(self.params, rescoring_of.rescore, version, again, self.root)
 
     def grow(self, *ciders: float, **tags: str) -> list[str]:

@@ -1,12 +1,12 @@
-"""The toy benchmark of six pairs: its folder, its evidence and its page."""
+"""The toy benchmark of six pairs: its folder, the content of its page and the page."""
 
 from pathlib import Path
 
 import pytest
 
-from m3diff.report.page import Evidence
+from m3diff.report.page import PageContent
 from tests.scoring import bench
-from tests.scoring.bench import draw, evidence
+from tests.scoring.bench import draw, page_content
 
 
 @pytest.fixture(scope="module")
@@ -17,10 +17,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def toy(root: Path) -> Evidence:
-    return evidence(root, bench.pairs(root))
+def toy(root: Path) -> PageContent:
+    return page_content(root, bench.pairs(root))
 
 
 @pytest.fixture(scope="module")
-def page(toy: Evidence, tmp_path_factory: pytest.TempPathFactory) -> str:
+def page(toy: PageContent, tmp_path_factory: pytest.TempPathFactory) -> str:
     return draw(toy, tmp_path_factory.mktemp("page"))

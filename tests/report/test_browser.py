@@ -21,7 +21,7 @@ from m3diff.stages.validate.stage import ValidateCounts, ValidateReport, write_p
 from m3diff.stages.validate.suite import ExpectationResult
 from tests.browser import Watch, chromium
 from tests.scoring import bench
-from tests.scoring.bench import evidence, write_scores
+from tests.scoring.bench import page_content, write_scores
 
 DESKTOP = {"width": 1400, "height": 1000}
 
@@ -40,12 +40,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     pairs = bench.pairs(root)
     curves = root / "curves.csv"
     curves.write_text("step,loss,lr_llm,val_loss,val_cider\n1,4,0.1,,\n2,2,0.2,3,\n3,1,0.1,2,0.5\n")
-    first_evidence = replace(evidence(root, pairs), origin=Origin(facts={"Model": "small"}, curves=curves))
+    first_evidence = replace(page_content(root, pairs), origin=Origin(facts={"Model": "small"}, curves=curves))
     write_report(first_evidence, root / "inside", 1)
     write_report(first_evidence, root / "beside", 0)
     copies = [replace(pairs[n % 6], id=f"toy/{n:03d}", prediction=pairs[n % 6].prediction) for n in range(120)]
-    write_report(evidence(root, copies), root / "many", 1)
-    second_evidence = evidence(root, [replace(pair, prediction="nothing changed") for pair in pairs])
+    write_report(page_content(root, copies), root / "many", 1)
+    second_evidence = page_content(root, [replace(pair, prediction="nothing changed") for pair in pairs])
     numbers = {
         "toy/test": {i: values | {"CIDEr": 2.0} for i, values in second_evidence.pair_scores["toy/test"].items()}
     }

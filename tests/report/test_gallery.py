@@ -9,7 +9,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.report.gallery import make_caption_entry
 from tests.scoring import bench
-from tests.scoring.bench import draw, evidence, gallery_of
+from tests.scoring.bench import draw, gallery_of, page_content
 
 COLOUR = "the red cube at the left turned blue"
 
@@ -45,7 +45,7 @@ def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path
         Protocol("total", published_pairs=None, max_words=3, references="joined"),
     )
     specs = {"toy": replace(DATASETS["pairs"], protocols=protocols)}
-    data = gallery_of(draw(evidence(root, bench.pairs(root), specs), tmp_path))
+    data = gallery_of(draw(page_content(root, bench.pairs(root), specs), tmp_path))
     assert [pair["id"] for pair in data["pairs"]] == [f"toy/{number}" for number in (4, 5, 0, 1, 2, 3)]
     assert [list(pair["scores"]) for pair in data["pairs"]] == [["0", "1"]] * 2 + [["1"]] * 4
     assert data["pairs"][1]["captions"][0]["clauses"][0][0] == COLOUR, "as its first protocol scores it"
@@ -55,4 +55,4 @@ def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path
 @pytest.mark.parametrize(("mumbled", "graded"), [(0, True), (2, True), (3, False), (6, False)])
 def test_right_and_wrong_are_told_where_a_grammar_reads_most_captions(mumbled, graded, root: Path, tmp_path: Path):
     pairs = [replace(pair, prediction="x") if n < mumbled else pair for n, pair in enumerate(bench.pairs(root))]
-    assert gallery_of(draw(evidence(root, pairs), tmp_path))["graded"] is graded
+    assert gallery_of(draw(page_content(root, pairs), tmp_path))["graded"] is graded

@@ -10,13 +10,13 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Licence, Permission, Protocol
 from m3diff.report.origin import Origin
-from m3diff.report.page import Evidence, absent_scores, confusion_table, write_report
+from m3diff.report.page import PageContent, absent_scores, confusion_table, write_report
 from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.protocols import ProtocolPairs, select_main_protocols
 from m3diff.scoring.results import ProtocolScores
 from tests.scoring import bench
-from tests.scoring.bench import draw, evidence, gallery_of, table, text_of
+from tests.scoring.bench import draw, gallery_of, page_content, table, text_of
 
 
 def test_the_page_is_whole_and_fetches_nothing_and_holds_the_numbers_of_the_metrics(page: str):
@@ -61,7 +61,7 @@ def test_the_page_has_one_table_of_protocols_and_the_rest_folded(root: Path, tmp
         Protocol("some", published_pairs=None, ids="[45]", pairs="pairs without a change"),
     )
     specs = {"toy": replace(DATASETS["pairs"], protocols=protocols)}
-    page = draw(evidence(root, bench.pairs(root), specs), tmp_path)
+    page = draw(page_content(root, bench.pairs(root), specs), tmp_path)
     assert [row[:2] for row in table(page, "scores")[1:]] == [
         ["toy/total", "all pairs"],
         ["toy/some", "pairs without a change"],
@@ -72,13 +72,13 @@ def test_the_page_has_one_table_of_protocols_and_the_rest_folded(root: Path, tmp
     assert page.index('id="gallery"') < page.index('id="scores"')
 
 
-def with_curves(toy: Evidence, folder: Path, text: str, **facts: str) -> Evidence:
+def with_curves(toy: PageContent, folder: Path, text: str, **facts: str) -> PageContent:
     folder.mkdir(exist_ok=True)
     (folder / "curves.csv").write_text(text)
     return replace(toy, origin=Origin(facts=facts, curves=folder / "curves.csv"))
 
 
-def test_the_page_shows_the_training_curves_and_the_facts_of_its_head(toy: Evidence, tmp_path: Path):
+def test_the_page_shows_the_training_curves_and_the_facts_of_its_head(toy: PageContent, tmp_path: Path):
     rows = "step,loss,val_loss,val_cider\n0,5,,\n1,4,,\n2,1,2,0.5\n3,nan,,\n"
     page = draw(with_curves(toy, tmp_path / "model", rows, Model="small", Base="<b>"), tmp_path)
     assert "<dt>Model</dt><dd>small</dd></div>" in page
@@ -98,14 +98,14 @@ def test_a_page_without_a_training_has_no_section_of_it(page: str):
     assert 'href="#training"' not in page
 
 
-def test_a_model_that_has_learned_nothing_is_told_so_at_the_head(root: Path, toy: Evidence, tmp_path: Path):
+def test_a_model_that_has_learned_nothing_is_told_so_at_the_head(root: Path, toy: PageContent, tmp_path: Path):
     mumbled = [replace(pair, prediction=f"x {number}") for number, pair in enumerate(bench.pairs(root))]
-    page = draw(evidence(root, mumbled, CIDEr=0.0), tmp_path)
+    page = draw(page_content(root, mumbled, CIDEr=0.0), tmp_path)
     assert page.index('<aside class="verdict">') < page.index('<dl class="tiles">')
     assert '<aside class="verdict">' not in draw(toy, tmp_path)
 
 
-def test_what_the_training_warned_of_stands_at_the_head(toy: Evidence, tmp_path: Path):
+def test_what_the_training_warned_of_stands_at_the_head(toy: PageContent, tmp_path: Path):
     warned = replace(toy, origin=Origin(warnings=["the run takes 90 <steps>"]))
     page = draw(warned, tmp_path)
     assert "<li>the run takes 90 &lt;steps&gt;</li>" in page
@@ -114,14 +114,16 @@ def test_what_the_training_warned_of_stands_at_the_head(toy: Evidence, tmp_path:
 
 
 @pytest.mark.parametrize(("least", "is_noted"), [(7, True), (6, False)], ids=["too few pairs", "enough pairs"])
-def test_a_page_of_few_pairs_says_why_it_has_no_intervals(least, is_noted, toy: Evidence, tmp_path: Path, monkeypatch):
+def test_a_page_of_few_pairs_says_why_it_has_no_intervals(
+    least, is_noted, toy: PageContent, tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(bootstrap, "MIN_PAIRS", least)
     words = text_of(draw(toy, tmp_path))
     assert ("Scores of fewer than 7 pairs have no interval" in words) is is_noted
     assert ("no interval for toy/test" in words) is is_noted
 
 
-def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_beside_it(toy: Evidence, tmp_path: Path):
+def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_beside_it(toy: PageContent, tmp_path: Path):
     for name in ("first", "second"):
         write_report(toy, tmp_path / name, 0)
     files = {file.name: file.read_bytes() for file in (tmp_path / "first").rglob("*.*")}
@@ -137,7 +139,7 @@ def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_besid
     assert list((tmp_path / "first" / "images").iterdir()) == []
 
 
-def test_confusions_are_counted_and_drawn(toy: Evidence, page: str):
+def test_confusions_are_counted_and_drawn(toy: PageContent, page: str):
     assert confusion_table(toy.parsed.values())["rows"]["none"] == {"color": 1, "none": 1}
     body = page[page.index('<table class="confusion">') :]
     body = body[: body.index("</table>")]
@@ -150,8 +152,8 @@ def test_confusions_are_counted_and_drawn(toy: Evidence, page: str):
     assert body.count("--v:0.500") == 2
 
 
-def test_without_a_grammar_or_saliency_maps_or_all_pairs_the_page_says_so(root: Path, toy: Evidence, tmp_path: Path):
-    bare = replace(evidence(root, bench.pairs(root), with_grammar=False), saliency=Path("none"))
+def test_without_a_grammar_or_saliency_maps_or_all_pairs_the_page_says_so(root: Path, toy: PageContent, tmp_path: Path):
+    bare = replace(page_content(root, bench.pairs(root), with_grammar=False), saliency=Path("none"))
     page = draw(replace(bare, report=bare.report.model_copy(update={"rows_in": 480})), tmp_path)
     text = text_of(page)
     assert "6 pairs, captioned and scored" in text
@@ -167,7 +169,7 @@ def test_without_a_grammar_or_saliency_maps_or_all_pairs_the_page_says_so(root: 
 def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
     words = "</script><script>alert(1)</script><img src=x>\u2028"
     pairs = [replace(pair, prediction=words, references=[words]) for pair in bench.pairs(root)]
-    page = draw(evidence(root, pairs), tmp_path)
+    page = draw(page_content(root, pairs), tmp_path)
     assert page.count("<script") == 2
     assert "<img src=x" not in page
     assert gallery_of(page)["pairs"][0]["references"] == [words]
@@ -181,7 +183,9 @@ def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
         ("no", "Not shown. CC of a kind: as its page says."),
     ],
 )
-def test_images_stand_on_the_page_as_the_licence_allows(answer: Any, note: str | None, toy: Evidence, tmp_path: Path):
+def test_images_stand_on_the_page_as_the_licence_allows(
+    answer: Any, note: str | None, toy: PageContent, tmp_path: Path
+):
     permission = Permission(answer, "as its page says")
     licence = Licence("CC of a kind", None, permission, permission, permission)
     page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, embedded_mb=0)

@@ -6,7 +6,7 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
-from m3diff.report.page import Evidence
+from m3diff.report.page import PageContent
 from m3diff.report.score_tables import (
     MARK_NOTES,
     describe_pairs,
@@ -163,7 +163,7 @@ def test_every_protocol_of_a_dataset_that_chooses_pairs_by_name_says_which_in_wo
     assert silent == []
 
 
-def test_every_score_of_the_terminal_has_a_row_in_words(toy: Evidence):
+def test_every_score_of_the_terminal_has_a_row_in_words(toy: PageContent):
     """`make run` prints those of headline.json."""
     table = headline_table(toy.report, ["toy/test"])
     printed = headline_scores(toy.report)["toy/test"]

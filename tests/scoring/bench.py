@@ -18,7 +18,7 @@ from PIL import Image
 
 from m3diff.datasets import DATASETS
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.report.page import Evidence, write_report
+from m3diff.report.page import PageContent, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import METRICS, MetricInputs, MetricScores, Tokens
 from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
@@ -188,7 +188,7 @@ def fake_java(folder: Path, monkeypatch: pytest.MonkeyPatch, when: str, shell_li
     return script
 
 
-def evidence(root, pairs, specs=None, with_grammar=True, intervals=None, **scores) -> Evidence:
+def page_content(root, pairs, specs=None, with_grammar=True, intervals=None, **scores) -> PageContent:
     """Every caption score 0.5 or as given, CIDEr of a pair its number, the accuracies as they are."""
     datasets = dict.fromkeys(pair.dataset for pair in pairs)
     specs = specs or dict.fromkeys(datasets, DATASETS["pairs"])
@@ -200,7 +200,7 @@ def evidence(root, pairs, specs=None, with_grammar=True, intervals=None, **score
         protocol.name: merge_scores(metrics, protocol.groups, fixed_scores(protocol, numbers, parsed, scores))
         for protocol in protocols
     }
-    return Evidence(
+    return PageContent(
         metrics=metrics,
         report=summarise(
             len(pairs), len(pairs), protocols, scores_by_protocol, dict.fromkeys(scores_by_protocol, intervals or {})
@@ -234,13 +234,13 @@ def fixed_scores(protocol, numbers, parsed, scores) -> dict[str, MetricScores]:
     return scores_by_metric
 
 
-def draw(drawn_from: Evidence, folder: Path, embedded_mb: int = 10) -> str:
+def draw(drawn_from: PageContent, folder: Path, embedded_mb: int = 10) -> str:
     """The page, whose images stand inside it unless they have more than `embedded_mb` MB."""
     write_report(drawn_from, folder, embedded_mb)
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def write_scores(shown: Evidence, folder: Path) -> Path:
+def write_scores(shown: PageContent, folder: Path) -> Path:
     folder.mkdir(parents=True)
     scores = {name: MetricScores({}, pairs) for name, pairs in shown.pair_scores.items()}
     pq.write_table(score_table(shown.metrics, shown.protocols, scores), folder / "scores.parquet")

@@ -34,7 +34,7 @@ from m3diff.records.errors import Fault
 from m3diff.serving.batcher import deployer, replica_options
 from m3diff.serving.limits import COPIES
 from m3diff.settings.section import ParamsError
-from m3diff.stages.register.stage import SIGNATURE, copy_code
+from m3diff.stages.register.stage import MODEL_SIGNATURE, copy_code
 from tests.errors import Message, raises
 from tests.servers import free_port, started, until
 from tests.serving import toy
@@ -413,7 +413,7 @@ def register(root: Path, checkpoint: Path) -> str:
             artifacts={"checkpoint": str(checkpoint)},
             model_config={"max_new_tokens": 64},
             code_paths=[str(copy_code(root / "code"))],
-            signature=SIGNATURE,
+            signature=MODEL_SIGNATURE,
             pip_requirements=["torch"],
         )
     version = mlflow.register_model(logged.model_uri, "m3diff", tags={"predict.max_new_tokens": "64"})

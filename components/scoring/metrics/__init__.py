@@ -146,7 +146,8 @@ class Metric:
         overall: names of the scores that exist only for all pairs of a protocol together.
         columns: columns of scores.parquet for the scores of a pair: name -> Arrow type.
         resampled: score -> how to compute it from summed statistics, which its bootstrap interval requires.
-        lower_is_better: scores for which a lower value is better. The gate does not support them.
+        lower_is_better: scores for which a lower value is better. The gate can guard them, but none can be its
+            metric.
         java: whether the metric needs Java, for its tokens or for its program.
         program: function that creates the metric's Java program. Its arguments are SPICE's folder and the time limit in
             seconds. None if the metric does not have a Java program.

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.files import open_atomically, write_atomic
 from m3diff.report.origin import Origin
-from m3diff.report.page import Evidence, write_report
+from m3diff.report.page import PageContent, write_report
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import choose_metrics, needs_java
@@ -70,7 +70,7 @@ def evaluate(
     write_atomic(out / "headline.json", json.dumps(headline_scores(report), indent=1) + "\n")
     with open_atomically(out / "scores.parquet") as file:
         pq.write_table(table, file, compression="zstd")
-    evidence = Evidence(
+    content = PageContent(
         metrics=metrics,
         report=report,
         protocols=protocols,
@@ -81,7 +81,7 @@ def evaluate(
         notes=notes,
         origin=origin or Origin(),
     )
-    write_report(evidence, out, cfg.gallery)
+    write_report(content, out, cfg.gallery)
     return report
 
 

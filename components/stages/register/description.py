@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from m3diff.records.errors import data_error_if_unreadable
 from m3diff.scoring.metrics import headline_scores_by_metric
 
-SIGNATURE = "Written by m3diff register, "  # start of the last line, followed by a digest of the text above it
+DIGEST_LINE = "Written by m3diff register, "  # start of the last line, followed by a digest of the text above it
 MODEL_DESCRIPTION = (
     "Describes in a sentence what changed between two images. The alias champion points to the version in use, and the "
     "alias challenger to the newest version. The description of each version lists its scores."
@@ -67,7 +67,7 @@ def build_description(
         note = ", with changes that were not committed" if tags.get("git.dirty") == "true" else ""
         lines += ["", f"Commit `{commit[:12]}`{note}."]
     text = "\n".join(lines)
-    return f"{text}\n\n{SIGNATURE}{hash_text(text)}"
+    return f"{text}\n\n{DIGEST_LINE}{hash_text(text)}"
 
 
 def registry_titles() -> dict[str, str]:
@@ -120,4 +120,4 @@ def hash_text(text: str) -> str:
 def is_generated(description: str) -> bool:
     """Return whether a description is unchanged since `write_description` wrote it."""
     text, separator, signature = description.rpartition("\n\n")
-    return bool(separator) and signature == f"{SIGNATURE}{hash_text(text)}"
+    return bool(separator) and signature == f"{DIGEST_LINE}{hash_text(text)}"

@@ -61,7 +61,7 @@ SHARED_CODE = (
 MAX_TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
-SIGNATURE = ModelSignature(
+MODEL_SIGNATURE = ModelSignature(
     inputs=Schema(
         [ColSpec("string", "before"), ColSpec("string", "after"), ColSpec("string", "question", required=False)]
     ),
@@ -283,7 +283,7 @@ def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, ma
             artifacts={"checkpoint": str(checkpoint)},
             model_config=model_config,
             code_paths=[str(copy_code(Path(scratch)))],
-            signature=SIGNATURE,
+            signature=MODEL_SIGNATURE,
             input_example=build_example(paths),
             tags=tracking.process_tag(),
             pip_requirements=pin_requirements(),

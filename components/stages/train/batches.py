@@ -46,7 +46,7 @@ Weighted = tuple[np.ndarray, int]  # row numbers of a sequence, and its weight: 
 
 Visit = tuple[int, int]  # seed and epoch; with a sequence's first row number, they seed its image augmentation
 
-AUGMENTED = 1  # extra seed, so that the augmentation does not reuse the random numbers of the epoch's order
+AUGMENTATION_SEED = 1  # extra seed, so that the augmentation does not reuse the random numbers of the epoch's order
 
 
 class Samples:
@@ -256,7 +256,7 @@ class Loader:
         pair = [self.prepared(*file) for file in self.samples.images(row)]
         if visit is None or self.augment is None:
             return pair
-        return list(self.augment(np.stack(pair), np.random.default_rng([*visit, row, AUGMENTED])))
+        return list(self.augment(np.stack(pair), np.random.default_rng([*visit, row, AUGMENTATION_SEED])))
 
     def read(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
         """Decode and tokenise a micro-batch. It takes less memory until `complete` prepares it for the device."""

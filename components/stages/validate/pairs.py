@@ -70,7 +70,7 @@ class Finding(BaseModel):
     first: list[str]
 
 
-def compare_similar_pairs(
+def compare_images_of_pairs(
     pairs: pl.DataFrame, table: pl.DataFrame, compare_px: int, cache: Path, stage: str
 ) -> pl.DataFrame:
     """Compare the images of pairs whose captions describe a change and whose thumbnails are similar.
@@ -124,7 +124,7 @@ def list_findings(
 
     Args:
         pairs: as `select_valid_pairs` returns them.
-        likeness: as `compare_similar_pairs` returns it.
+        likeness: as `compare_images_of_pairs` returns it.
         quarantined_rows: the quarantined rows. Their images are examined, too, except in the search for images that
             occur in several splits.
         table: all records, with RAW_SCHEMA.

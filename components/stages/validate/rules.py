@@ -248,7 +248,7 @@ def compute_facts(
         images: verdicts by path, as `check_images` returns them.
         leaks: `row`, `twin` and `twin_similarity` of the training pairs that are also in a test set, as `find_twins`
             returns them.
-        likeness: `row` and `no_change_reason` of pairs with similar images, as `compare_similar_pairs` returns them.
+        likeness: `row` and `no_change_reason` of pairs with similar images, as `compare_images_of_pairs` returns them.
     """
     rows = records.drop("references", "change_types").with_row_index("row")
     rows = rows.hstack(_reference_facts(records["references"]))

@@ -27,7 +27,7 @@ from m3diff.records.errors import DataError, Fault, command_to_read_again
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.validate.pairs import Finding, compare_similar_pairs, list_findings
+from m3diff.stages.validate.pairs import Finding, compare_images_of_pairs, list_findings
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rule_texts import describe_result, describe_rule
 from m3diff.stages.validate.rules import LEAK_RULE, SPLIT_RANKS, Rule, build_rules, compute_facts, find_quarantined_rows
@@ -164,7 +164,7 @@ def validate(
     """
     out.mkdir(parents=True, exist_ok=True)
     check_results = check_records(cfg, entries, image_cache, records)
-    row_facts = check_results.facts.with_columns(is_counted=count_flags(check_results, cfg.allow_lost_test_pairs))
+    row_facts = check_results.facts.with_columns(is_counted=flag_counted_rows(check_results, cfg.allow_lost_test_pairs))
     shutil.rmtree(out / "docs", ignore_errors=True)
     with ThreadPoolExecutor(1) as writer:  # polars releases the GIL, so great-expectations runs at the same time
         writing = writer.submit(_split_and_write, check_results, out)
@@ -212,10 +212,10 @@ def check_records(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cach
     _require_unchanged_images(table, images, entries)
     pairs = select_valid_pairs(table, images)
     pair_cache = image_cache.with_name(f"pairs_of_{image_cache.name}")
-    likeness = compare_similar_pairs(pairs, table, cfg.compare_px, pair_cache, "validate")
+    likeness = compare_images_of_pairs(pairs, table, cfg.compare_px, pair_cache, "validate")
     twins = {
-        (split, reference_split): find_twins(pairs, split, reference_split, cfg.near_duplicate_max_diff)
-        for split, reference_split in COMPARED_SPLITS
+        (split, searched_split): find_twins(pairs, split, searched_split, cfg.near_duplicate_max_diff)
+        for split, searched_split in COMPARED_SPLITS
     }
     leaks = twins["train", "test"]
     if cfg.allow_test_leakage:
@@ -229,7 +229,7 @@ def check_records(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cach
         facts=row_facts,
         rules=all_rules,
         quarantined_rows=quarantined_rows,
-        overlaps={f"{split} in {reference_split}": rows.height for (split, reference_split), rows in twins.items()},
+        overlaps={f"{split} in {searched_split}": rows.height for (split, searched_split), rows in twins.items()},
         findings=list_findings(pairs, likeness, quarantined_rows, table, images),
     )
 
@@ -253,7 +253,7 @@ def find_rejection_faults(
         rows_always_allowed: number of bad rows that is allowed in each group, regardless of their share.
     """
     rows = _split_rows(check_results)
-    counted_rows = check_results.facts.filter(count_flags(check_results, cfg.allow_lost_test_pairs) == 1)
+    counted_rows = check_results.facts.filter(flag_counted_rows(check_results, cfg.allow_lost_test_pairs) == 1)
     miscounts = []
     for dataset, splits in read_expected_pairs(entries).items():
         for split, expected in splits.items():
@@ -265,7 +265,7 @@ def find_rejection_faults(
     return faults
 
 
-def count_flags(check_results: CheckResults, allow_lost_test_pairs: bool) -> pl.Series:
+def flag_counted_rows(check_results: CheckResults, allow_lost_test_pairs: bool) -> pl.Series:
     """Return 1 for each row that counts towards the expected number of pairs, and 0 for each bad row.
 
     A training pair that is quarantined because it is in a test set counts, because it is not missing from the dataset.

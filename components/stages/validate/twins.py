@@ -48,8 +48,8 @@ def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFr
     )
 
 
-def find_twins(pairs: pl.DataFrame, split: str, reference_split: str, max_diff: int | None) -> pl.DataFrame:
-    """Find the rows of `split` that have a twin in `reference_split`.
+def find_twins(pairs: pl.DataFrame, split: str, searched_split: str, max_diff: int | None) -> pl.DataFrame:
+    """Find the rows of `split` that have a twin in `searched_split`.
 
     Return a table with the columns `row`, `twin` (the id of the twin) and `twin_similarity` (a phrase such as "looks
     the same").
@@ -57,11 +57,11 @@ def find_twins(pairs: pl.DataFrame, split: str, reference_split: str, max_diff: 
     Args:
         pairs: as `select_valid_pairs` returns them.
         split: the split whose pairs are looked up.
-        reference_split: the split that is searched for twins.
+        searched_split: the split that is searched for twins.
         max_diff: maximum difference between two thumbnails, in grey levels. None compares contents only.
     """
     candidates = pairs.filter(split=split)
-    references = pairs.filter(split=reference_split)
+    references = pairs.filter(split=searched_split)
     contents = references.unique(["low", "high"], keep="first", maintain_order=True).select("low", "high", twin="id")
     same_content = candidates.join(contents, on=["low", "high"])
     same_content = same_content.select("row", "twin", twin_similarity=pl.lit("has the same images")).sort("row")

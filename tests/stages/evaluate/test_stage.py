@@ -163,7 +163,7 @@ def test_scores_of_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_
 def report(protocol: str = "total", n: int | None = 8) -> EvaluateReport:
     """Return a report in which every caption score is 0.5, with one interval and the real accuracies."""
     spec = replace(DATASETS["pairs"], protocols=(Protocol(protocol, published_pairs=n),))
-    return bench.evidence(
+    return bench.page_content(
         Path(), bench.pairs(), {"toy": spec}, intervals={"CIDEr": Interval(low=0.4, high=0.75)}
     ).report
 
