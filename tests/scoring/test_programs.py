@@ -521,7 +521,7 @@ def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none(toy: Benc
     assert first_scores == second_scores
     assert first_scores.groups[ALL_PAIRS]["SPICE"] == pytest.approx((10 + 11) / 200)
     assert toy.parsed == [3, 0, 0]
-    assert all("-XX:hashCode=3" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
+    assert all("-XX:hashCode=5" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
     assert toy.runs[0]["command"][1] == "-XX:MaxRAMPercentage=75"
 
 

@@ -3,8 +3,8 @@
 The program takes minutes to parse captions but only seconds to score them, so parses are cached (`parses.py`).
 
 The scores come from a run in which all captions are already parsed, so they do not depend on which captions were cached
-before. SPICE merges words in the order of Java's identity hashes, and threads that parse or compile change this order
-from run to run.
+before. SPICE merges words in the order of Java's identity hashes, so each thread takes its hashes from its own sequence
+(`HASHES_PER_THREAD`).
 """
 
 import json
@@ -56,8 +56,11 @@ SECONDS_A_CAPTION = 1
 MAX_SECONDS_A_CAPTION = 900
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
 TRIAL_S = 600
-COUNTED_HASHES = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=3"
-# Used if nothing is parsed: Java's second compiler would take longer than it saves, and change the counted hashes
+# Each thread has its own sequence of identity hashes, and the main thread, which scores, always begins with the same
+# value. With the counter that all threads share (hashCode=3), the scores of 1,000 images had one of two values, each in
+# 6 of 12 runs on busy cores
+HASHES_PER_THREAD = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=5"
+# Used if nothing is parsed: Java's second compiler would take longer than it saves
 ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 SERIAL_COLLECTOR = "-XX:+UseSerialGC"
 
@@ -196,7 +199,7 @@ def parser_jars(jars: Sequence[Path]) -> list[Path]:
 def java_options(jars: Sequence[Path], is_parsing: bool) -> dict[str, str]:
     """Return Java's options as environment variables.
 
-    Identity hashes are taken from a counter. They have the same order in every run unless threads parse or compile.
+    Identity hashes have the same order in every run that does not parse.
     """
     users_options = os.environ.get("JDK_JAVA_OPTIONS", "")
     options = [users_options]
@@ -204,7 +207,7 @@ def java_options(jars: Sequence[Path], is_parsing: bool) -> dict[str, str]:
     modules = [str(Path("modules", path.name)) for path in jars if path.name in NASHORN]
     if modules:
         options += ["--module-path", os.pathsep.join(modules), "--add-modules", "org.openjdk.nashorn"]
-    machine_options = [OPTIONS, COUNTED_HASHES]
+    machine_options = [OPTIONS, HASHES_PER_THREAD]
     if not is_parsing:
         machine_options.append(ONE_COMPILER)
         if "GC" not in users_options:  # Java does not accept two collectors
