@@ -215,6 +215,7 @@ def test_inputs_that_an_interrupted_call_left_are_written_again(tmp_path):
     assert len(json.loads((tmp_path / "pictures" / "pairs.json").read_text("utf-8"))) == 4
 
 
+@pytest.mark.slow(8)
 def test_complete_inputs_are_not_written_again(tmp_path):
     data_benchmark.write_pictures(tmp_path / "pictures", 4)
     manifest = tmp_path / "pictures" / "pairs.json"
@@ -253,6 +254,7 @@ def test_the_ratio_of_turns_is_paired(seconds, other_seconds, ratio, low, high):
     assert result.high == pytest.approx(high, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_checkouts_take_turns_and_alternate_in_going_first(tmp_path, monkeypatch, capsys):
     checkout_names = []
 

@@ -130,7 +130,6 @@ ENTRY_POINTS = {
     "the command line": "from m3diff.__main__ import main\nmain(['--version'])",
     "make up": "from infra import services\nservices.COMMANDS['wait'] = lambda: None\nservices.main('wait')",
     "a worker for images": "from m3diff.images import check\ncheck.check_batch_on_node([], frozenset(), 1)",
-    "a worker of predict": "from m3diff.stages.predict.stage import CaptionWorker\nCaptionWorker(None)",
 }
 SLOW_ENTRY_POINTS = {
     "make run": "from infra import run\nrun.run = lambda *_: 1\nrun.main()",
@@ -139,6 +138,7 @@ SLOW_ENTRY_POINTS = {
     "a flow that a person calls": "from flows.pipeline import full\nfull(unknown=1)",
     "the worker of flows": "from flows import worker\nworker.app = lambda: None\nworker.main()",
     "a worker of train": "from m3diff.stages.train.on_ray import _run_worker\n_run_worker({})",
+    "a worker of predict": "from m3diff.stages.predict.stage import CaptionWorker\nCaptionWorker(None)",
     "a replica": "from m3diff.serving.batcher import Replica\nReplica(None, 1, 0.0, 1)",
     "a registered model": "from m3diff.stages.register import pyfunc\npyfunc.PyfuncCaptioner().load_context(None)",
 }

@@ -23,6 +23,7 @@ from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from tests import toy
 from tests.errors import raises
+from tests.tiers import slow_except
 
 
 @pytest.fixture
@@ -225,7 +226,7 @@ def params_with(changes: Mapping[str, Any], folder: Path) -> Params:
 FILES = {path.stem: engine.read_experiment(path.stem) for path in engine.FOLDER.glob("*.yaml")}
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", slow_except(FILES, "ablation", "targets", "seeds"))
 def test_the_variants_have_different_parameters_and_the_same_test_pairs(name, tmp_path):
     variants: list[Any] = []
     cfg = FILES[name]

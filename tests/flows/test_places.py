@@ -86,10 +86,7 @@ CACHES = {
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param(settings, id=name, marks=[] if name == "in the repository" else [pytest.mark.slow(12)])
-        for name, settings in CACHES.items()
-    ],
+    [pytest.param(settings, id=name, marks=pytest.mark.slow(12)) for name, settings in CACHES.items()],
 )
 def test_links_into_the_repositorys_cache_of_repository_are_the_datasets_files(settings, tmp_path):
     root = tmp_path / "project"

@@ -17,6 +17,7 @@ from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.serving.caption import PairToCaption, caption_pairs
 from m3diff.settings.load import load_params
 from m3diff.stages.predict.stage import CaptionJob, load_model
+from tests.tiers import slow_except
 from tests.tiny import BASE, CASES, colour_image, pair_inputs, tiny, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -106,7 +107,7 @@ def test_a_checkpoint_does_not_take_over_the_settings_of_its_base(name, tmp_path
     assert captions_of(checkpoint / ADAPTERS) == captions_of(checkpoint)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except(CASES, "m3diff", "onediff", "blip2idc"))
 def test_every_family_gives_the_captions_of_a_base_without_settings(case, tmp_path):
     texts = []
     for name, settings in (("with", EVERYTHING), ("without", {})):

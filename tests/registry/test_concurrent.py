@@ -31,6 +31,7 @@ def act_after_judgements(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], o
     return compared_champions
 
 
+@pytest.mark.slow
 def test_a_champion_that_moved_meanwhile_is_judged_against_anew(waiting, monkeypatch):
     compared_champions = act_after_judgements(monkeypatch, lambda times: waiting.point("champion", 2))
     decision = waiting.decide(version=3)

@@ -7,9 +7,11 @@ from click.testing import CliRunner
 from mlflow.cli import gc as remove_deleted
 
 from tests.registry.conftest import Registry, Rescoring, recreate_model, versions_in_remedies
+from tests.tiers import slow_except
 
 
 @pytest.mark.fault("T9")
+@pytest.mark.slow
 def test_a_new_version_is_not_taken_for_the_rolled_back_one_of_its_number(rolled_back):
     recreate_model(rolled_back)
     rolled_back.add(1.3)
@@ -71,7 +73,7 @@ DELETED = {"run in the bin": 0, "experiment in the bin": 0, "run gone": 1, "scor
 
 
 @pytest.mark.fault("T10")
-@pytest.mark.parametrize("loss", DELETED)
+@pytest.mark.parametrize("loss", slow_except(DELETED, "run in the bin", "run gone"))
 def test_a_champion_without_its_run_or_scores_is_scored_again_or_refused(registry, monkeypatch, loss):
     registry.grow(1.0, test_set="new")
     registry.add(2.0, seed=1, test_set="new")

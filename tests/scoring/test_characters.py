@@ -73,10 +73,9 @@ TOKENS = {
 }
 
 
-@pytest.mark.parametrize("name", list(TOKENS))
-def test_each_character_is_a_token_and_other_words_stay_whole(name):
-    text, tokens = TOKENS[name]
-    assert tokens_of(text) == [tokens]
+def test_each_character_is_a_token_and_other_words_stay_whole():
+    texts = [text for text, _ in TOKENS.values()]
+    assert dict(zip(TOKENS, tokens_of(*texts), strict=True)) == {name: tokens for name, (_, tokens) in TOKENS.items()}
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,14 @@ def test_the_report_counts_the_fine_tuning_and_names_the_alignment(undisturbed):
     assert undisturbed.report.alignment == {"steps": FIRST_STEPS, "captions": 2 * 13, "loss": loss}
 
 
-@pytest.mark.parametrize("saved", [2, 3, 5], ids=["first", "its end", "second"])
+@pytest.mark.parametrize(
+    "saved",
+    [
+        pytest.param(2, id="first", marks=pytest.mark.slow(8)),
+        pytest.param(3, id="its end", marks=pytest.mark.slow(8)),
+        pytest.param(5, id="second"),
+    ],
+)
 def test_a_training_killed_in_either_phase_ends_the_same_and_aligns_once(
     saved, run_recipe, mixture, undisturbed, tmp_path, capfd
 ):

@@ -166,7 +166,7 @@ def test_the_manifest_of_the_output_names_family_and_base(undisturbed, base):
 
 
 @pytest.mark.fault("S3")
-@pytest.mark.parametrize("stage", [1, "blip2idc", *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("blip2idc", 2, 3))])
 def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(stage, workspace, undisturbed):
     """For BLIP2IDC, the augmented images must be the same, too."""
     changes = {"zero_stage": stage}

@@ -252,11 +252,10 @@ def test_a_checkpoint_that_meets_a_full_disk_leaves_the_older_ones(function, tmp
 @pytest.mark.parametrize(
     ("module", "name", "calls", "step", "has_full_output"),
     [
-        (state, "save_file", 4, 2, False),
-        (loop, "write_atomic", 3, 4, False),
-        (checkpoint, "merge_adapters", 0, 6, True),
+        pytest.param(state, "save_file", 4, 2, False, id="checkpoint"),
+        pytest.param(loop, "write_atomic", 3, 4, False, id="scores", marks=pytest.mark.slow(8)),
+        pytest.param(checkpoint, "merge_adapters", 0, 6, True, id="export", marks=pytest.mark.slow(8)),
     ],
-    ids=["checkpoint", "scores", "export"],
 )
 def test_a_run_that_finds_the_disk_full_goes_on_when_there_is_room(
     module, name, calls, step, has_full_output, workspace, capfd
