@@ -108,7 +108,8 @@ def test_killed_at_any_write_the_next_promote_leaves_one_champion_as_recorded(na
 
 
 @pytest.mark.parametrize(
-    "overtaken", ["moved", *(pytest.param(way, marks=pytest.mark.slow(8)) for way in ("deleted", None))]
+    "overtaken",
+    ["moved", pytest.param("deleted", marks=pytest.mark.slow(8)), pytest.param(None, marks=pytest.mark.slow(8))],
 )
 def test_a_killed_promotion_is_finished_by_a_rollback_or_recorded_as_not_done(waiting, overtaken):
     """The process is killed before it moves the aliases. Then version 2 becomes champion, or version 4 is deleted."""
