@@ -40,8 +40,14 @@ def read(
                 return spec.broken_row(split, source, spec.unexpected(column, expected, line[column]))
             photo_ids.append(photo_id)
         name = "_".join(photo_ids)
-        before, after = (f"{images}/{photo_id}{suffix}" for photo_id in photo_ids)
-        return spec.Row(name, split, name, before, after, [line["description"]], [], source)
+        return spec.Row(
+            name=name,
+            split=split,
+            scene=name,
+            images=tuple(f"{images}/{photo_id}{suffix}" for photo_id in photo_ids),
+            references=[line["description"]],
+            source=source,
+        )
 
     return spec.merge_rows(spec.make_rows(None, read_values(root / manifest, COLUMNS), {}, make_row))
 

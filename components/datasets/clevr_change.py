@@ -42,15 +42,19 @@ def read(root: Path) -> Iterator[spec.Row]:
         key = f"CLEVR_default_{scene:06d}.png"
         keys_in_splits.add(key)
         for file, after_prefix, suffix in PAIRS_OF_SCENE:
-            before = f"images/{key}"
-            after = f"{after_prefix}_{number}.png"
-            captions = captions_of_file[file].get(key, [])
-            types = [NO_CHANGE] if suffix else types_of_image[f"{number}.png"]
             fault = None
             if key not in captions_of_file[file]:
                 fault = Fault("datasets.no_captions_of_scene", key="captions", file=file, value=key)
-            name = f"{number}.png{suffix}"
-            yield spec.Row(name, split, number, before, after, captions, types, f"{file}, {key}", fault)
+            yield spec.Row(
+                name=f"{number}.png{suffix}",
+                split=split,
+                scene=number,
+                images=(f"images/{key}", f"{after_prefix}_{number}.png"),
+                references=captions_of_file[file].get(key, []),
+                change_types=[NO_CHANGE] if suffix else types_of_image[f"{number}.png"],
+                source=f"{file}, {key}",
+                fault=fault,
+            )
 
     yield from spec.rows_by_scene(root / "splits.json", make_rows)
     for file, _, suffix in PAIRS_OF_SCENE:

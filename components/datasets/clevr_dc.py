@@ -31,9 +31,15 @@ def read(root: Path) -> Iterator[spec.Row]:
         fault = None
         if key not in captions:
             fault = Fault("datasets.no_captions_of_scene", key="captions", file="captions.json", value=key)
-        before = f"bef/{scene}.png"
-        after = f"aft/{scene}.png"
-        yield spec.Row(name, split, name, before, after, captions.get(key, []), [], f"captions.json, {key}", fault)
+        yield spec.Row(
+            name=name,
+            split=split,
+            scene=name,
+            images=(f"bef/{scene}.png", f"aft/{scene}.png"),
+            references=captions.get(key, []),
+            source=f"captions.json, {key}",
+            fault=fault,
+        )
 
     yield from spec.rows_by_scene(root / "split.json", make_rows)
     for key in sorted(captions.keys() - keys_in_splits):

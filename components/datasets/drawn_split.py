@@ -15,7 +15,7 @@ import hashlib
 import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ def draw_splits(root: Path, rows: Sequence[Row], shares: SplitShares, notes: lis
         )
     notes.append(f"split: {{{describe_shares(shares)}}} draws {counts}")
     for number, row in enumerate(rows):
-        yield row._replace(split=splits.get(number))
+        yield replace(row, split=splits.get(number))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _count_drawn_pairs(rows: Sequence[Row], splits: Mapping[int, Split], groups:
 def _nodes_of(row: Row) -> list[str]:
     """Return a text for the scene and for each image of a row. Rows with a common text are in the same group."""
     nodes = [f"scene {row.scene}"] if isinstance(row.scene, str) else []
-    for image in (_image_key(row.before), _image_key(row.after)):
+    for image in map(_image_key, row.images):
         if image:
             nodes.append(f"image {image}")
     return nodes
@@ -237,7 +237,7 @@ def _group_name(rows: Sequence[Row]) -> str:
     """
     # If no column names scenes, the scene of a row is its own name
     scenes = [f"scene {row.scene}" for row in rows if isinstance(row.scene, str) and row.scene != row.name]
-    keys_of_images_before = [_image_key(row.before) for row in rows]
+    keys_of_images_before = [_image_key(row.images[0]) for row in rows if row.images]
     images_before = [f"image {key}" for key in keys_of_images_before if key]
     names = scenes or images_before or list(chain.from_iterable(map(_nodes_of, rows)))
     return min(names, key=lambda name: (_digest(name), name))

@@ -36,7 +36,14 @@ def read(root: Path) -> Iterator[Row]:
 def _make_row(split: str, source: str, edit: dict[str, Any]) -> Row:
     split_name = "validation" if split == "val" else split
     name = f"{split_name}-{edit['idx']}"
-    return Row(name, split, name, edit[BEFORE], edit[AFTER], [edit["instruction"]], [], source)
+    return Row(
+        name=name,
+        split=split,
+        scene=name,
+        images=(edit[BEFORE], edit[AFTER]),
+        references=[edit["instruction"]],
+        source=source,
+    )
 
 
 PUBLISHED = Published("emu_edit", "Emu Edit", SplitCount(0, 0), SplitCount(3_589, 3_589), SplitCount(2_022, 2_022))

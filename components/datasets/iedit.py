@@ -29,9 +29,14 @@ def read(root: Path, images: str = "images") -> Iterator[spec.Row]:
 
     def make_row(split: str, source: str, record: dict[str, Any]) -> spec.Row:
         uid = record["uid"]
-        before = f"{images}/{record['img0']}"
-        after = f"{images}/{record['img1']}"
-        return spec.Row(uid, split, uid, before, after, record["sents"], [], source)
+        return spec.Row(
+            name=uid,
+            split=split,
+            scene=uid,
+            images=(f"{images}/{record['img0']}", f"{images}/{record['img1']}"),
+            references=record["sents"],
+            source=source,
+        )
 
     for split, file in FILES.items():
         records = enumerate_records(file, read_json(root / file, list))

@@ -67,11 +67,17 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
             continue
         name = record["filename"]
         split = record["split"]
-        before = f"{images}/{split}/A/{name}"
-        after = f"{images}/{split}/B/{name}"
         texts = [" ".join(tokens) for tokens in tokens_of_sentences]
         change_type = CHANGE if NO_CHANGE_SENTENCES.isdisjoint(texts) else NO_CHANGE
-        yield Row(name, split, name, before, after, texts, [change_type], source)
+        yield Row(
+            name=name,
+            split=split,
+            scene=name,
+            images=(f"{images}/{split}/A/{name}", f"{images}/{split}/B/{name}"),
+            references=texts,
+            change_types=[change_type],
+            source=source,
+        )
 
 
 def _are_tokens(value: object) -> bool:

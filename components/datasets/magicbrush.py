@@ -57,9 +57,14 @@ def read(root: Path, test: str | None = "test") -> Iterator[Row]:
 
 
 def _row_of_turn(split: str, source: str, turn: dict[str, Any]) -> Row:
-    name = f"{turn['img_id']}-{turn['turn_index']}"
-    scene = turn["img_id"]
-    return Row(name, split, scene, turn[BEFORE], turn[AFTER], [turn["instruction"]], [], source)
+    return Row(
+        name=f"{turn['img_id']}-{turn['turn_index']}",
+        split=split,
+        scene=turn["img_id"],
+        images=(turn[BEFORE], turn[AFTER]),
+        references=[turn["instruction"]],
+        source=source,
+    )
 
 
 def _rows_of_session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
@@ -75,9 +80,14 @@ def _rows_of_session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
             yield broken_row("test", source, fault, img_id)
             continue
         folder = f"{test}/images/{img_id}"
-        before = f"{folder}/{turn['input']}"
-        after = f"{folder}/{img_id}-output{number}.png"
-        yield Row(f"{img_id}-{number}", "test", img_id, before, after, [turn["instruction"]], [], source)
+        yield Row(
+            name=f"{img_id}-{number}",
+            split="test",
+            scene=img_id,
+            images=(f"{folder}/{turn['input']}", f"{folder}/{img_id}-output{number}.png"),
+            references=[turn["instruction"]],
+            source=source,
+        )
 
 
 WITH_CREDIT = Permission("conditions", "credit the authors; do not train on dev or test")

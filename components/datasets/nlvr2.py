@@ -53,10 +53,14 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         pair_name = identifier.rpartition("-")[0]
         set_name = pair_name.rpartition("-")[0]
         folder = f"{images}/{part}/{line['directory']}" if part == "train" else f"{images}/{part}"
-        left_image = f"{folder}/{pair_name}-img0.png"
-        right_image = f"{folder}/{pair_name}-img1.png"
-        references = [line["sentence"]] if line["label"] == "True" else []
-        return Row(pair_name, split, set_name, left_image, right_image, references, [], source)
+        return Row(
+            name=pair_name,
+            split=split,
+            scene=set_name,
+            images=(f"{folder}/{pair_name}-img0.png", f"{folder}/{pair_name}-img1.png"),
+            references=[line["sentence"]] if line["label"] == "True" else [],
+            source=source,
+        )
 
     for split, part in PARTS.items():
         fields = FIELDS | ({"directory": int} if part == "train" else {})

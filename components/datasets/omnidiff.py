@@ -16,6 +16,7 @@ this. Change types must be among the twelve types in the paper. Upper and lower 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -43,9 +44,9 @@ def _check_types(row: spec.Row) -> spec.Row:
     types = [name.strip().lower() for name in row.change_types]
     unknown_types = [name for name in types if name not in TYPE_NAMES]
     if not unknown_types:
-        return row._replace(change_types=types)
+        return replace(row, change_types=types)
     fault = Fault("datasets.unknown_change_types", key="change_types", names=unknown_types, expected=list(TYPE_NAMES))
-    return row._replace(change_types=[], fault=fault)
+    return replace(row, change_types=[], fault=fault)
 
 
 REAL = spec.Published(

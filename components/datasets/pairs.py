@@ -52,6 +52,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
@@ -200,7 +201,7 @@ def read(
                     fields["change_types"] = [NO_CHANGE]
                 fields |= {side: relative_to_root(fields[side], root_names) for side in ("before", "after")}
                 row = _make_row(folder + location, fields, file_split, checks)
-                yield row._replace(fault=fault or row.fault)
+                yield replace(row, fault=fault or row.fault)
         checks.finish()
 
     pairs = merge_rows(read_rows(), across_splits=True)
@@ -287,7 +288,7 @@ def _drop_placeholders(rows: Iterable[Row], no_caption: Sequence[str], notes: li
             ]
             caption_count += len(row.references)
             dropped_count += len(row.references) - len(captions)
-        yield row._replace(references=captions, without_caption=bool(row.references) and not captions)
+        yield replace(row, references=captions, without_caption=bool(row.references) and not captions)
     if caption_count and not dropped_count:
         # This is a note and not an error, because an entry may list texts for files that will be added later
         notes.append(f"no_caption: none of {caption_count:,} captions is {' or '.join(map(repr, no_caption))}")
@@ -497,13 +498,11 @@ def _text_of(content: Any) -> Any:
 
 def _make_row(location: str, fields: dict[str, Any], file_split: str | None, checks: _OptionChecks) -> Row:
     """Return the row of a pair, made from its fields and the options."""
-    before = fields["before"]
-    after = fields["after"]
+    images = (fields["before"], fields["after"])
     name = _as_name(fields["id"])
     if not name:
-        image_names = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
+        image_names = [image.name if isinstance(image, Embedded) else image for image in images]
         name = "|".join(image_names) if all(isinstance(image, str) for image in image_names) else None
-    scene = _as_name(fields["scene"]) or name
     split = file_split or fields["split"]
     split = checks.splits.translate(split, _as_name(split))
     captions = checks.separate(parse_captions(fields["captions"]))
@@ -514,7 +513,17 @@ def _make_row(location: str, fields: dict[str, Any], file_split: str | None, che
     else:
         fault = unexpected("change_types", "a list of names", types)
         types = []
-    return Row(name, split, scene, before, after, captions, types, location, fault, questions=fields["questions"])
+    return Row(
+        name=name,
+        split=split,
+        scene=_as_name(fields["scene"]) or name,
+        images=images,
+        references=captions,
+        change_types=types,
+        source=location,
+        fault=fault,
+        questions=fields["questions"],
+    )
 
 
 def _as_name(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Describe the supported datasets (`DatasetSpec`) and the rows that their readers yield, and check their licences."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,25 +18,37 @@ class Question(NamedTuple):
     text: str
 
 
-class Row(NamedTuple):
-    """A pair of images with captions, as read and not yet checked. Image paths are relative to the dataset's root."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A pair of images with captions, as a reader yields it. Its values are not yet checked.
+
+    Attributes:
+        name: the pair's id without the dataset's name.
+        scene: pairs of the same scene must be in the same split.
+        images: the image before and the image after, each as a path relative to the dataset's root or as an `Embedded`
+            image. Empty in a row that cannot be read.
+        source: file and row or key, with the file's path relative to the root.
+        fault: why the row is unusable. None if the reader found no fault.
+        raw_rows: number of annotation rows that were merged into this row.
+        questions: questions in the annotations that the references answer.
+        without_caption: whether all texts stand for a missing caption, so that the pair is skipped.
+    """
 
     name: Any
     split: Any
-    scene: Any  # pairs of the same scene must be in the same split
-    before: Any
-    after: Any
+    scene: Any
+    images: tuple[Any, ...]
     references: Any
-    change_types: list[str]
-    source: str  # file and row or key, with the file's path relative to the root
-    fault: Fault | None = None  # why the row is unusable; None if the reader found no fault
-    raw_rows: int = 1  # number of annotation rows that were merged into this row
-    questions: tuple[Question, ...] = ()  # questions in the annotations that the references answer
-    without_caption: bool = False  # true if all texts stand for a missing caption, so that the pair is skipped
+    source: str
+    change_types: list[str] = field(default_factory=list)
+    fault: Fault | None = None
+    raw_rows: int = 1
+    questions: tuple[Question, ...] = ()
+    without_caption: bool = False
 
 
 # Returns the fields of a `Row` that all rows of a pair must agree on. It runs for every row, so it is one call into C
-pair_fields = attrgetter("name", "split", "scene", "before", "after")
+pair_fields = attrgetter("name", "split", "scene", "images")
 
 
 class RowsWithNotes(Iterator[Row]):
@@ -63,7 +75,7 @@ def read_with_notes(spec: "DatasetSpec", root: Path, options: Mapping[str, Any])
 
 def broken_row(split: Any, source: str, fault: Fault | None, scene: Any = None, name: Any = None) -> Row:
     """Return a row for a record that cannot be read. The row has a location and a fault, but no images or captions."""
-    return Row(name, split, scene, None, None, [], [], source, fault)
+    return Row(name=name, split=split, scene=scene, images=(), references=[], source=source, fault=fault)
 
 
 def make_rows(
@@ -102,9 +114,10 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
         merged = row_of_pair.setdefault(pair, row)
         if pair_fields(row) != pair_fields(merged):
             first_source = merged.source.split(" and ")[0]
-            yield row._replace(fault=Fault("datasets.repeated_id", key="id", source=first_source))
+            yield replace(row, fault=Fault("datasets.repeated_id", key="id", source=first_source))
         elif row is not merged:
-            row_of_pair[pair] = merged._replace(
+            row_of_pair[pair] = replace(
+                merged,
                 references=merged.references + row.references,
                 source=f"{merged.source} and {row.source.removeprefix(shared_source)}",
                 raw_rows=merged.raw_rows + row.raw_rows,
@@ -116,7 +129,7 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
 def unpack_images(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
     """Write embedded images to files in `folder`, and yield the rows with their paths. Existing files are kept."""
     for row in rows:
-        yield row._replace(before=_unpack_image(row.before, folder), after=_unpack_image(row.after, folder))
+        yield replace(row, images=tuple(_unpack_image(image, folder) for image in row.images))
 
 
 def _unpack_image(image: Any, folder: Path) -> Any:
@@ -168,13 +181,13 @@ def find_fault(record: Any, fields: Mapping[str, type]) -> Fault | None:
         return record.fault
     if not isinstance(record, dict):
         return unexpected("record", "an object", record)
-    for field, kind in fields.items():
-        if record.get(field) is None:
-            return Fault("datasets.missing_value", key=field)
-        if not isinstance(record[field], kind):
-            return unexpected(field, describe_kind(kind), record[field])
-        if record[field] == "":
-            return Fault("datasets.empty_value", key=field)
+    for name, kind in fields.items():
+        if record.get(name) is None:
+            return Fault("datasets.missing_value", key=name)
+        if not isinstance(record[name], kind):
+            return unexpected(name, describe_kind(kind), record[name])
+        if record[name] == "":
+            return Fault("datasets.empty_value", key=name)
     return None
 
 

@@ -35,9 +35,14 @@ def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> It
     def make_row(split: str, source: str, record: dict[str, Any]) -> spec.Row:
         name = f"{record['img_id']}.png"
         image = f"{images}/{record['img_id']}"
-        before = f"{image}{suffix}"
-        after = f"{image}_2{suffix}"
-        return spec.Row(name, split, name, before, after, record["sentences"], [], source)
+        return spec.Row(
+            name=name,
+            split=split,
+            scene=name,
+            images=(f"{image}{suffix}", f"{image}_2{suffix}"),
+            references=record["sentences"],
+            source=source,
+        )
 
     for split in SPLITS:
         file = f"annotations/{split}.json"

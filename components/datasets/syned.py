@@ -45,9 +45,9 @@ def read(root: Path) -> Iterator[spec.Row]:
 
     # This fills `split_of_pair`. It only yields rows, which are broken, for entries that are not numbers
     yield from spec.rows_by_scene(root / "splits.json", note_split, tuple(SPLIT_OF_PART))
-    images: dict[str, tuple[Any, Any]] = {}
+    images_by_name: dict[str, tuple[Any, ...]] = {}
     if emu_root.is_dir():
-        images = {row.name: (row.before, row.after) for row in emu_edit.read(emu_root)}
+        images_by_name = {row.name: row.images for row in emu_edit.read(emu_root)}
 
     def make_row(
         part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: Fault | None
@@ -56,8 +56,16 @@ def read(root: Path) -> Iterator[spec.Row]:
         name = f"{part}-{idx}"
         # validate reports a missing image by its path, so this path shows where the image should be
         location = f"{EMU_FOLDER}/data/{part}-*.parquet, idx {idx}"
-        before, after = images.get(name, (f"{location}, {emu_edit.BEFORE}", f"{location}, {emu_edit.AFTER}"))
-        return spec.Row(name, split, name, before, after, texts, [], source, fault)
+        missing_images = (f"{location}, {emu_edit.BEFORE}", f"{location}, {emu_edit.AFTER}")
+        return spec.Row(
+            name=name,
+            split=split,
+            scene=name,
+            images=images_by_name.get(name, missing_images),
+            references=texts,
+            source=source,
+            fault=fault,
+        )
 
     file = "instructions_with_idx_train_split.txt"
     numbers_with_line = set[int]()

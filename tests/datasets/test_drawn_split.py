@@ -33,7 +33,7 @@ def write(root: Path, rows: list[dict[str, Any]]) -> Path:
 def read(root: Path, rows: list[dict[str, Any]], split: Any = SHARES, **options: Any) -> dict[str, str]:
     """Read a table and return the split of each pair by its image before."""
     read_rows = pairs.read(write(root, rows), manifest="pairs.json", split=split, **options)
-    return {row.before: row.split for row in read_rows}
+    return {row.images[0]: row.split for row in read_rows}
 
 
 def test_shares_hold_on_average_and_every_pair_has_a_split(tmp_path):
@@ -203,7 +203,10 @@ def test_a_split_by_name_and_by_shares_are_both_parameters():
 
 def as_rows(count: int, before: str = "a/{}.png") -> list[Row]:
     sides = [(before.format(number), f"b/{number}.png") for number in range(count)]
-    return [Row(f"{a}|{b}", None, f"{a}|{b}", a, b, ["it fell"], [], "") for a, b in sides]
+    return [
+        Row(name=f"{a}|{b}", split=None, scene=f"{a}|{b}", images=(a, b), references=["it fell"], source="")
+        for a, b in sides
+    ]
 
 
 def test_shares_that_draw_no_test_pair_are_refused_with_a_seed_that_draws_some():

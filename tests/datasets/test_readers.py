@@ -131,7 +131,7 @@ def test_example_rows_are_read_as_they_stand(tmp_path, reader):
     rows = list(DATASETS[reader].read(WRITERS[reader](tmp_path)))
     values_of_rows = []
     for row in rows[: len(ROWS[reader])]:
-        images = (path_or_suffix(row.before), path_or_suffix(row.after))
+        images = [path_or_suffix(image) for image in row.images] or [None, None]
         values_of_rows.append((row.split, row.name, row.scene, *images, row.references))
     assert values_of_rows == ROWS[reader]
     assert rows[0].source == SOURCES[reader]
@@ -164,8 +164,7 @@ def test_change_types_are_those_of_the_annotations(tmp_path):
 )
 def test_images_are_where_the_options_say(tmp_path, reader, options, before, after):
     row = next(iter(DATASETS[reader].read(WRITERS[reader](tmp_path), **options)))
-    assert row.before == before
-    assert row.after == after
+    assert row.images == (before, after)
 
 
 Change = Callable[[Path], Any]
@@ -392,7 +391,7 @@ def test_without_emu_edit_a_pair_of_syned_names_where_its_images_should_be(tmp_p
     root = WRITERS["syned"](tmp_path)
     shutil.rmtree(root / "emu_edit")
     row = next(iter(DATASETS["syned"].read(root)))
-    assert row.before == "emu_edit/data/validation-*.parquet, idx 0, image"
+    assert row.images[0] == "emu_edit/data/validation-*.parquet, idx 0, image"
 
 
 def test_without_the_zip_of_magicbrush_s_test_an_option_leaves_it_out(tmp_path):
@@ -408,7 +407,7 @@ def test_a_pair_without_the_bytes_of_an_image_stands_alone_and_the_others_stay(t
     rows[2]["edited_image"] = None
     layouts.write_shards(root, "test", rows)
     row_with_path, complete_row, row_without_image = list(DATASETS["emu_edit"].read(root))[3:]
-    assert row_with_path.after == "a.png"
+    assert row_with_path.images[1] == "a.png"
     assert complete_row.fault is None
     assert row_without_image.fault == Fault("datasets.missing_value", key="edited_image")
 
@@ -447,10 +446,7 @@ def test_the_real_annotations_count_to_the_unit(tmp_path):
             assert len(references) - count.empty - distinct == count.repeated
             assert sum({*row.references} == {""} for row in rows_of_split) == count.wordless
             assert count.records is None or sum(row.raw_rows for row in rows_of_split) == count.records
-            assert (
-                count.image_pairs is None
-                or len({(row.before, row.after) for row in rows_of_split}) == count.image_pairs
-            )
+            assert count.image_pairs is None or len({row.images for row in rows_of_split}) == count.image_pairs
     for reader, file, pairs_of_a_scene in (("clevr_change", "splits.json", 2), ("clevr_dc", "split.json", 1)):
         scenes = json.loads((REAL / reader / file).read_text())
         pair_counts = {split: pairs_of_a_scene * len(numbers) for split, numbers in scenes.items()}
@@ -498,7 +494,7 @@ def test_fields_are_taken_as_they_are_and_no_name_or_caption_stands_alone(tmp_pa
         {"before": "h.png", "after": "i.png", "captions": {"x": 1}},
     ]
     write_json(tmp_path / "m.json", rows)
-    read_rows = sorted(pairs.read(tmp_path, "m.json", split="test"), key=lambda row: row.before)
+    read_rows = sorted(pairs.read(tmp_path, "m.json", split="test"), key=lambda row: row.images[0])
     assert [(row.name, row.scene, row.split, row.references, row.change_types) for row in read_rows] == [
         ("7", "s1", "test", ["x"], ["color"]),
         ("c.png|d.png", "c.png|d.png", "test", ["y", "z"], []),
@@ -517,7 +513,7 @@ def test_omnidiff_takes_columns_from_params_and_types_from_the_paper_in_any_case
     write_json(tmp_path / "real.json", [*rows, rows[0] | {"image1": "9.jpg", "types": ["magic"]}, {"types": ["size"]}])
     columns = {"before": "image1", "after": "image2", "captions": "caption", "change_types": "types"}
     read_rows = omnidiff.read(tmp_path, "real.json", columns, split="val")
-    *good, bad, lost = sorted(read_rows, key=lambda row: str(row.before))
+    *good, bad, lost = sorted(read_rows, key=lambda row: str(row.images[0]))
     assert {(row.split, row.fault) for row in good} == {("val", None)}
     assert [row.change_types for row in good] == [["ocr", "color"], ["color", "ocr"], ["none"], []]
     assert bad.fault.code == "datasets.unknown_change_types"
@@ -651,7 +647,7 @@ def test_every_layout_is_read_as_the_same_two_pairs(tmp_path, name):
     write, options = LAYOUTS[name]
     write(tmp_path)
     rows = read(tmp_path, **options)
-    assert [(row.before, row.after, row.references, row.fault) for row in rows] == [
+    assert [(*row.images, row.references, row.fault) for row in rows] == [
         ("a/1.png", "b/1.png", ["it fell"], None),
         ("a/2.png", "b/2.png", ["it fell"], None),
     ]
@@ -816,6 +812,6 @@ def test_a_list_of_embedded_images_is_a_pair_and_one_without_bytes_is_its_path(t
     table = {"images": pa.array([images], pa.list_(IMAGE)), "captions": ["it fell"], "split": ["val"]}
     pq.write_table(pa.table(table), tmp_path / "p.parquet")
     (row,) = read(tmp_path, manifest="p.parquet", columns={"images": "images"})
-    assert row.before.read() == data
-    assert row.after == "b/2.png"
+    assert row.images[0].read() == data
+    assert row.images[1] == "b/2.png"
     assert row.fault is None

@@ -122,7 +122,8 @@ def test_other_links_out_of_the_root_stay_refused(linked_once, tmp_path, monkeyp
         link = linked_once / f"raw/other-{number}.bmp"
         link.unlink(missing_ok=True)
         link.symlink_to(target)
-        rows.append(Row(name, "train", name, link.name, "0.bmp", ["it fell"], [], name))
+        images = (link.name, "0.bmp")
+        rows.append(Row(name=name, split="train", scene=name, images=images, references=["it fell"], source=name))
         assert not is_cached_object(str(link)), name
     records, _ = to_records("mine", DatasetEntry(reader="pairs", root=Path("raw")), rows)
     for record in records:

@@ -149,9 +149,8 @@ def _pairs_copies(entry: DatasetEntry, options: dict[str, Any]) -> bool:
         return False
     file_pairs = []
     for row in rows:
-        if isinstance(row.before, str) and isinstance(row.after, str) and row.before != row.after:
-            before = entry.root / row.before
-            after = entry.root / row.after
+        if all(isinstance(image, str) for image in row.images) and len(set(row.images)) == 2:
+            before, after = (entry.root / image for image in row.images)
             if before.is_file() and after.is_file():
                 file_pairs.append((before, after))
     return bool(file_pairs) and all(before.read_bytes() == after.read_bytes() for before, after in file_pairs)

@@ -33,7 +33,7 @@ def remedies_for_missing_images(entry: DatasetEntry, rows: Sequence[Row], missin
     root = entry.root
     row_of_image: dict[str, Row] = {}
     for row in rows:
-        for image in (row.before, row.after):
+        for image in row.images:
             if isinstance(image, str) and image:
                 row_of_image.setdefault(image, row)
     missing_names = (name for name in row_of_image if os.path.join(root, name) in missing or LEADS_OUT.match(name))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -157,17 +157,21 @@ def _read_content(name: str, entry: DatasetEntry) -> FolderContent:
 
 def _with_paths(row: Row) -> Row:
     """Replace each embedded image in a row by a path that consists of the table's path and the image's name."""
-    return row._replace(before=_path_of(row.before), after=_path_of(row.after))
+    return replace(row, images=tuple(_path_of(image) for image in row.images))
 
 
 def _path_of(image: Any) -> Any:
     return Path(f"{image.manifest}{EMBEDDED_MARK}{image.name}") if isinstance(image, Embedded) else image
 
 
+def _is_one_image_twice(images: tuple[Any, ...]) -> bool:
+    return len(images) == 2 and bool(images[0]) and images[0] == images[1]
+
+
 def _problems(entry: DatasetEntry, content: FolderContent) -> dict[str, list[str]]:
     """Return one line per problem, grouped by kind of problem."""
     rows_of_one_image = [
-        row for row in content.rows if row.before and row.before == row.after and row.change_types != [NO_CHANGE]
+        row for row in content.rows if _is_one_image_twice(row.images) and row.change_types != [NO_CHANGE]
     ]
     return {
         UNREADABLE_ROWS: content.faults,
@@ -177,7 +181,7 @@ def _problems(entry: DatasetEntry, content: FolderContent) -> dict[str, list[str
         MISSING_IMAGES: content.missing_images,
         EMPTY_IMAGES: content.empty_images,
         SAME_IMAGE_TWICE: [
-            f"{row.source}: both images are {_path_of(row.before)}; name two images" for row in rows_of_one_image
+            f"{row.source}: both images are {_path_of(row.images[0])}; name two images" for row in rows_of_one_image
         ],
         CAPTIONS_TO_CHECK: [str(doubt.question) for doubt in content.doubts if not doubt.answers],
         UNCHANGED_BY_FLAG: list(_pairs_unchanged_by_flag(entry, content.rows)),

@@ -4,7 +4,7 @@ The stage convert would create the same samples after ingest.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import polars as pl
@@ -93,6 +93,5 @@ def samples_of_dataset(name: str, entry: DatasetEntry, convert: Convert) -> pl.D
 
 def _without_embedded_images(row: Row) -> Row:
     """Return the row with paths in place of embedded images, because planning does not write images to files."""
-    before = Path(row.before.name) if isinstance(row.before, Embedded) else row.before
-    after = Path(row.after.name) if isinstance(row.after, Embedded) else row.after
-    return row._replace(before=before, after=after)
+    images = (Path(image.name) if isinstance(image, Embedded) else image for image in row.images)
+    return replace(row, images=tuple(images))

@@ -125,8 +125,14 @@ def read_singles(root: Path) -> Iterator[Row]:
     for split, numbers in read_splits(root / "splits.json").items():
         for number in numbers:
             for path in image_paths(number):
-                text = describe_scene(scene_by_path[path])
-                yield Row(path, split, f"{number:06d}", path, path, [text], [], f"{SCENES_FILE}, {path}")
+                yield Row(
+                    name=path,
+                    split=split,
+                    scene=f"{number:06d}",
+                    images=(path, path),
+                    references=[describe_scene(scene_by_path[path])],
+                    source=f"{SCENES_FILE}, {path}",
+                )
 
 
 ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")

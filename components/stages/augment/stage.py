@@ -41,7 +41,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import getfile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -69,6 +69,8 @@ from m3diff.stages.augment.weights import Features, Pix2PixEditor, find_nearest
 from m3diff.stages.augment.writers import GrammarWriter, LanguageModel, Writer
 
 IMAGES = "images"
+# Fields of a row that contain text
+TEXT_FIELDS = ("name", "split", "scene", "references", "source", "change_types")
 # The stage replaces a folder only if all files in the folder match this pattern: the manifest, images named by their
 # content, and hidden files that other programs create (.gitignore, .DS_Store)
 WRITTEN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{IMAGES}(/[0-9a-f]{{32}}(\.\w+)?)?|(.*/)?\.[^/]*")
@@ -167,20 +169,20 @@ def read_originals(
     """
     read_single_images = DATASETS[source.reader].singles
     single_rows = list(read_single_images(source.root)) if read_single_images else []
-    caption_of_image = {image_path(source, row.before): _first_text(row.references) for row in single_rows}
+    caption_of_image = {image_path(source, row.images[0]): _first_text(row.references) for row in single_rows}
     rows = single_rows
     if use == "instruction" or not single_rows:
         rows = list(_read_rows(source, unpack_to))
-    if use == "caption" and not any(row.fault or row.before == row.after for row in rows):
+    if use == "caption" and not any(row.fault or row.images[0] == row.images[1] for row in rows):
         raise DataError("augment.no_captions_of_images", path=source.root)
-    rows_with_image = [(row, image_path(source, row.before)) for row in _usable_rows(rows, source, result, use)]
+    rows_with_image = [(row, image_path(source, row.images[0])) for row in _usable_rows(rows, source, result, use)]
     paths = pl.Series([str(image) for _, image in rows_with_image if image], dtype=pl.String)
     verdicts = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
     check_of_image = {Path(path): (verdict, digest) for path, verdict, digest in verdicts.iter_rows()}
     originals = []
     for row, image in rows_with_image:
         if image is None:
-            fault = Fault("augment.image_outside_source", path=source.root, value=describe(row.before))
+            fault = Fault("augment.image_outside_source", path=source.root, value=describe(row.images[0]))
             result.reject("image cannot be read", f"{row.source}: {fault}")
             continue
         verdict, digest = check_of_image[image]
@@ -213,7 +215,7 @@ def _usable_rows(rows: Sequence[Row], source: RawSource, result: AugmentResult, 
         elif row.split != highest_splits[row.scene]:
             example = f"{row.source}: {row.scene} is in {highest_splits[row.scene]}"
             result.reject("scene is in a higher split", example)
-        elif use == "caption" and row.before != row.after:
+        elif use == "caption" and row.images[0] != row.images[1]:
             result.reject("is a pair of two images", row.source)
         elif use == "instruction" and row.change_types == [NO_CHANGE]:
             result.reject("nothing is to change", row.source)
@@ -249,8 +251,7 @@ def read_source_pairs(source: RawSource, unpack_to: Path) -> set[frozenset[Path 
     """Return the existing pairs in the source, each as the set of its two image paths."""
     pairs = set()
     for row in _read_rows(source, unpack_to):
-        paths = (image_path(source, row.before), image_path(source, row.after))
-        pairs.add(frozenset(paths))
+        pairs.add(frozenset(image_path(source, image) for image in row.images))
     return pairs
 
 
@@ -268,7 +269,9 @@ def _make_writable(row: Row) -> Row:
 
     Lone surrogates result from truncated JSON escapes ("\\ud83d") and cannot be written to a file.
     """
-    return Row._make(map(_replace_surrogates_in_texts, row))
+    texts = {name: _replace_surrogates_in_texts(getattr(row, name)) for name in TEXT_FIELDS}
+    images = tuple(map(_replace_surrogates_in_texts, row.images))
+    return replace(row, images=images, **texts)
 
 
 def _replace_surrogates_in_texts(value: Any) -> Any:

@@ -204,14 +204,15 @@ def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callabl
     name = _usable_text("id", row.name, faults)
     scene = _usable_text("scene", row.scene, faults)
     split = _usable_text("split", row.split, faults)
+    before, after = row.images or (None, None)
     return {
         "id": name and f"{dataset}/{name}",
         "dataset": dataset,
         "split": "train" if split in entry.train_on else split,
         "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
-        "before": _image_path("before", entry, row.before, faults, is_in_roots),
-        "after": _image_path("after", entry, row.after, faults, is_in_roots),
+        "before": _image_path("before", entry, before, faults, is_in_roots),
+        "after": _image_path("after", entry, after, faults, is_in_roots),
         "references": _usable_references(row.references, faults),
         "change_types": row.change_types,
         "source": _escape_surrogates(row.source),

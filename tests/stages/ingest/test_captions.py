@@ -1,5 +1,6 @@
 """Captions that were probably not written by a person are counted by kind. Ordinary captions are not counted."""
 
+from dataclasses import replace
 from typing import get_args
 
 import polars as pl
@@ -117,7 +118,18 @@ def test_every_kind_can_be_confirmed_and_has_a_remedy():
 
 
 def as_rows(texts: list[str], types: tuple[str, ...] = (), split: str = "train") -> list[Row]:
-    return [Row(str(n), split, None, "a", "b", [text], [*types], f"row {n}") for n, text in enumerate(texts)]
+    return [
+        Row(
+            name=str(number),
+            split=split,
+            scene=None,
+            images=("a", "b"),
+            references=[text],
+            change_types=[*types],
+            source=f"row {number}",
+        )
+        for number, text in enumerate(texts)
+    ]
 
 
 def test_captions_are_counted_by_kind_and_the_first_of_test_is_shown():
@@ -158,7 +170,7 @@ def test_pairs_without_a_change_may_repeat_their_caption():
 
 
 def test_what_is_no_text_is_passed_over():
-    rows = [row._replace(references=[7, None, "half \ud83d", "Caption: x"]) for row in as_rows(["a"])]
+    rows = [replace(row, references=[7, None, "half \ud83d", "Caption: x"]) for row in as_rows(["a"])]
     assert [odd.kind for odd in find_odd_captions(rows)] == ["chat"]
 
 

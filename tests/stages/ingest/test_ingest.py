@@ -138,9 +138,9 @@ def test_a_dataset_with_a_grammar_has_it_beside_its_records(raw):
     assert not (raw.parent / "records/mini/grammar.json").exists()
 
 
-def row(**fields) -> Row:
-    usable_row = Row("a", "train", "s", "x.png", "y.png", ["it fell"], [], "file, row 1")
-    return usable_row._replace(**fields)
+def row(before: str = "x.png", after: str = "y.png", **fields) -> Row:
+    usable_fields = {"name": "a", "split": "train", "scene": "s", "references": ["it fell"], "source": "file, row 1"}
+    return Row(images=(before, after), **{**usable_fields, **fields})
 
 
 def unusable(field: str, path: str) -> Message:
