@@ -30,7 +30,7 @@ from datasets import Dataset, disable_caching, disable_progress_bars
 
 SPLITS = ("train", "val", "test")
 MARKUP = re.compile(r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);")
-COPIED_FIELDS = ("dataset", "split", "before", "after", "before_sha256", "after_sha256")
+COPIED_FIELDS = ("dataset", "split")
 UNIT_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes: macOS reports bytes, Linux KiB
 MASK = 2**64 - 1
 
@@ -124,8 +124,9 @@ class Conversion:
         else:
             numbered_texts = list(enumerate(texts))
         fields = {name: record[name] for name in COPIED_FIELDS}
+        fields["images"] = [{"uri": record[side], "sha256": record[f"{side}_sha256"]} for side in ("before", "after")]
         return [
-            {"id": f"{record['id']}#{index}", "pair": record["id"], **fields, "question": question, "reference": text}
+            {"id": f"{record['id']}#{index}", "record": record["id"], **fields, "question": question, "answer": text}
             for index, text in numbered_texts
         ]
 

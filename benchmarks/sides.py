@@ -92,16 +92,16 @@ def write_mixture(folder: Path, pairs: int, side: int) -> Path:
     rng = np.random.default_rng(0)
     rows = []
     for number, pair in enumerate(json.loads((BENCHMARKS / "minichange.json").read_text())[:pairs]):
-        images: dict[str, Any] = {}
+        images = []
         for image_name in ("before", "after"):
             file = folder / "images" / f"{number}_{image_name}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
-            images |= {image_name: str(file), f"{image_name}_sha256": sha256(file.read_bytes()).digest()}
+            images.append({"uri": str(file), "sha256": sha256(file.read_bytes()).digest()})
         name = f"minichange/{number}"
-        ids = {"pair": name, "dataset": "minichange", "split": "train", "question": pair["question"]}
+        ids = {"record": name, "dataset": "minichange", "split": "train", "question": pair["question"]}
         for index, reference in enumerate(pair["references"][:REFERENCES]):
-            rows.append({"id": f"{name}#{index}", "reference": reference} | ids | images)
+            rows.append({"id": f"{name}#{index}", "answer": reference, "images": images} | ids)
     for split, content in (("train", rows), ("val", [])):
         (folder / split).mkdir()
         pq.write_table(pa.Table.from_pylist(content, schema=SAMPLE_SCHEMA), folder / split / "part.parquet")
@@ -230,8 +230,8 @@ class StockDataset(torch.utils.data.Dataset):
         step, index = divmod(number, self.schedule.global_batch)
         row = self.order(step)[index]
         prompt = self.processor.encode_prompt(self.samples.value("question", row))
-        reference = self.processor.encode_reference(self.samples.value("reference", row))
-        images = np.stack([self.loader.prepared(*file) for file in self.samples.images(row)])
+        reference = self.processor.encode_reference(self.samples.value("answer", row))
+        images = np.stack([self.loader.prepared(*image) for image in self.samples.images(row)])
         return {
             "input_ids": torch.tensor([*prompt, *reference]),
             "labels": torch.tensor([-100] * len(prompt) + list(reference)),

@@ -22,6 +22,12 @@ from m3diff.stages.validate.rules import Rule, find_quarantined_rows
 from m3diff.stages.validate.stage import ValidateReport, validate
 from m3diff.stages.validate.suite import ExpectationResult
 
+
+def images_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the images of a record as the column `images` of a sample has them."""
+    return [{"uri": record[side], "sha256": record[f"{side}_sha256"]} for side in ("before", "after")]
+
+
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 
 

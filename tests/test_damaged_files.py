@@ -49,9 +49,9 @@ CASES = [
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(BASE, BASE_COPY)
-    sample = {"id": "minichange/0#0", "pair": "minichange/0", "dataset": "minichange", "split": "train"}
-    sample |= {"question": "What has changed?", "reference": "a cup is gone", "before": "a.png", "after": "b.png"}
-    rows = pl.DataFrame([sample | {f"{side}_sha256": bytes(32) for side in ("before", "after")}])
+    sample = {"id": "minichange/0#0", "record": "minichange/0", "dataset": "minichange", "split": "train"}
+    sample |= {"question": "What has changed?", "answer": "a cup is gone"}
+    rows = pl.DataFrame([sample | {"images": [{"uri": name, "sha256": bytes(32)} for name in ("a.png", "b.png")]}])
     for file, schema in ((TRAIN, SAMPLE_SCHEMA), (TEST, SAMPLE_SCHEMA), (SCORES, SAMPLE_SCHEMA)):
         file.parent.mkdir(parents=True)
         rows.select(schema.names).write_parquet(file)

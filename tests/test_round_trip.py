@@ -78,7 +78,7 @@ def check_samples(folder: Path, clean: pl.DataFrame) -> None:
     samples = [row for shard in shards for row in pl.read_parquet(shard).iter_rows(named=True)]
     references: dict[str, list[str]] = {}
     for sample in samples:
-        references.setdefault(sample["pair"], []).append(sample["reference"])
+        references.setdefault(sample["record"], []).append(sample["answer"])
     for record in clean.iter_rows(named=True):
         distinct = [caption for caption in dict.fromkeys(record["references"]) if caption]
         assert references.get(record["id"], []) == (distinct if record["split"] == "train" else record["references"])
@@ -86,8 +86,8 @@ def check_samples(folder: Path, clean: pl.DataFrame) -> None:
         written = export_llava(ingested(folder), folder / "mixture", folder / "llava")
         texts = [(folder / "llava" / f"{split}.json").read_text("utf-8") for split in written]
         exported = {record["id"]: record for text in texts for record in json.loads(text)}
-        assert exported.keys() == {sample["id"] for sample in samples if sample["reference"]}
+        assert exported.keys() == {sample["id"] for sample in samples if sample["answer"]}
         for sample in samples:
-            if sample["reference"]:
-                assert exported[sample["id"]]["conversations"][1]["value"] == sample["reference"]
-                assert exported[sample["id"]]["image"] == [sample["before"], sample["after"]]
+            if sample["answer"]:
+                assert exported[sample["id"]]["conversations"][1]["value"] == sample["answer"]
+                assert exported[sample["id"]]["image"] == [image["uri"] for image in sample["images"]]

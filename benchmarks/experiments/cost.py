@@ -127,7 +127,7 @@ def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
     cfg, settings = changed_sections(changes, params)
     steps_only = {"workers": 0, "val_pairs": 0, "caption_val_pairs": 0, "checkpoint_every_steps": 10**6}
     compute = params.compute.model_copy(update=steps_only | {"scratch": folder})
-    pairs = len(pq.read_table(params.paths.mixture / "train", columns=["pair"])["pair"].unique())
+    pairs = len(pq.read_table(params.paths.mixture / "train", columns=["record"])["record"].unique())
     cfg = cfg.model_copy(update={"epochs": STEPS / -(-pairs // cfg.global_batch)})
     report = train(cfg, settings, compute, params.paths.mixture, folder / "out")
     seconds: float = json.loads((folder / "train_speed.json").read_text())["seconds"]

@@ -37,7 +37,7 @@ from m3diff.scoring.results import EvaluateReport, headline_scores
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
-from m3diff.stages.predict.stage import PairSample, read_test_pairs
+from m3diff.stages.predict.stage import PredictionItem, read_test_pairs
 
 # Written for this project, because the paper with the zero-shot scores (arXiv 2503.11093 v2) does not print a prompt
 PROMPT = (
@@ -182,7 +182,7 @@ def zero_shot(
 
 
 def check_before_sending(
-    request: ZeroShotRequest, cfg: Evaluate, pairs: Sequence[PairSample], records: Path, clean: Path
+    request: ZeroShotRequest, cfg: Evaluate, pairs: Sequence[PredictionItem], records: Path, clean: Path
 ) -> None:
     """Check everything that can be checked before images are sent and answers are paid for.
 
@@ -201,14 +201,14 @@ def check_before_sending(
             print(f"zero-shot: {notice}", flush=True)
     for pair in pairs:
         try:
-            load_image(pair.before, pair.before_sha256)
-            load_image(pair.after, pair.after_sha256)
+            for image in pair.images:
+                load_image(*image)
         except ImageError as error:
             raise DataError("zero_shot.unusable_image", pair=pair.id, cause=error.fault) from error
 
 
 def ask_endpoint(
-    request: ZeroShotRequest, pairs: Sequence[PairSample], scratch: Path
+    request: ZeroShotRequest, pairs: Sequence[PredictionItem], scratch: Path
 ) -> tuple[list[EndpointAnswer], list[AnswerSource]]:
     """Return the answers for the pairs, in order, and the servers that gave them.
 
@@ -230,7 +230,9 @@ def ask_endpoint(
         option=Fault("zero_shot.reuse_option"),
     )
     questions = [
-        EndpointQuestion(request.prompt.replace("{question}", pair.question), (Path(pair.before), Path(pair.after)))
+        EndpointQuestion(
+            request.prompt.replace("{question}", pair.question), tuple(Path(image.uri) for image in pair.images)
+        )
         for pair in pairs
     ]
     try:
@@ -253,7 +255,7 @@ def ask_endpoint(
 
 def write_predictions(
     request: ZeroShotRequest,
-    pairs: Sequence[PairSample],
+    pairs: Sequence[PredictionItem],
     answers: Sequence[EndpointAnswer],
     sources: list[AnswerSource],
     out: Path,

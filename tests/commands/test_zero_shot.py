@@ -25,12 +25,12 @@ from m3diff.stages.evaluate.stage import evaluate
 from tests.chat import Fault as ServerFault
 from tests.chat import Server, chat_server
 from tests.errors import raises
+from tests.layouts import images_of
 from tests.scoring import bench
 
 REFUSED = {"content": None, "refusal": "I will not say."}
 CUT = {"content": "the red cube at the", "finish_reason": "length"}
 REASONED = {"content": None, "reasoning_content": "The cup is new."}
-SAMPLE_FIELDS = ("dataset", "split", "before", "after", "before_sha256", "after_sha256")
 
 
 @pytest.fixture
@@ -47,12 +47,14 @@ def folders(tmp_path: Path) -> bench.Folders:
     folders = bench.write(tmp_path)
     rows = []
     for record in pq.read_table(folders.clean / "records.parquet", filters=[("split", "=", "test")]).to_pylist():
-        question = f"What changed in pair {record['id'].rpartition('/')[2]}?"
-        rows += [
-            {name: record[name] for name in SAMPLE_FIELDS}
-            | {"id": f"{record['id']}#{k}", "pair": record["id"], "question": question, "reference": text}
-            for k, text in enumerate(record["references"])
-        ]
+        fields = {
+            "record": record["id"],
+            "dataset": record["dataset"],
+            "split": record["split"],
+            "images": images_of(record),
+            "question": f"What changed in pair {record['id'].rpartition('/')[2]}?",
+        }
+        rows += [fields | {"id": f"{record['id']}#{k}", "answer": text} for k, text in enumerate(record["references"])]
     (tmp_path / "mixture" / "test").mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows[::-1], SAMPLE_SCHEMA), tmp_path / "mixture" / "test" / "00000.parquet")
     return folders

@@ -82,7 +82,7 @@ def write_split(shards: Sequence[Path], path: Path, image_root: Path | None) -> 
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for shard in progress(shards, f"export {path.name}", total=len(shards), unit="shard"):
-            samples = pl.read_parquet(shard).filter(pl.col("reference") != "")
+            samples = pl.read_parquet(shard).filter(pl.col("answer") != "")
             records = samples.select(record_columns(image_root)).write_ndjson().split("\n")[:-1]
             for record in records:
                 file.write((",\n" if count else "[\n") + record)
@@ -98,8 +98,8 @@ def record_columns(image_root: Path | None) -> list[pl.Expr]:
         image_root: folder to prepend to the image paths, or None to keep them.
     """
     question = pl.struct(pl.lit("human").alias("from"), pl.format("<image><image>\n{}", "question").alias("value"))
-    answer = pl.struct(pl.lit("gpt").alias("from"), pl.col("reference").alias("value"))
-    images = pl.concat_list("before", "after")
+    answer = pl.struct(pl.lit("gpt").alias("from"), pl.col("answer").alias("value"))
+    images = pl.col("images").list.eval(pl.element().struct.field("uri"))
     if image_root is not None:
         absolute_path = pl.element().map_elements(lambda path: str(image_root / path), return_dtype=pl.String)
         images = images.list.eval(absolute_path)

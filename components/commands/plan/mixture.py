@@ -11,7 +11,7 @@ from m3diff.records.errors import data_error_if_unreadable
 from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest.params import DatasetEntry
 
-SAMPLE_COLUMNS = ["pair", "dataset", "question", "reference"]
+SAMPLE_COLUMNS = ["record", "dataset", "question", "answer"]
 
 
 def has_mixture(mixture: Path) -> bool:
@@ -31,7 +31,7 @@ def counted_workload(folder: Path, tokens: TokenCounter, excluded_datasets: Sequ
         ParamsError: the split has no samples, or none from datasets that are not excluded.
     """
     # The samples of a pair are adjacent. If the same pair appears again later, it is used a second time
-    use = pl.col("pair").rle_id().alias("use")
+    use = pl.col("record").rle_id().alias("use")
     samples = read_samples(sorted(folder.glob("*.parquet")), SAMPLE_COLUMNS).with_columns(use)
     samples = samples.filter(~pl.col("dataset").is_in(list(excluded_datasets)))
     if samples.is_empty():
@@ -56,7 +56,7 @@ def workload_of_samples(samples: pl.DataFrame, tokens: TokenCounter, origin: str
         origin=f"{origin}, {tokens}",
         shares=[DatasetShare(**row) for row in shares.sort("dataset").iter_rows(named=True)],
         prompt_tokens=tokens.prompt_tokens(pairs["question"]),
-        reference_tokens=tokens.reference_tokens(samples["reference"]),
+        reference_tokens=tokens.reference_tokens(samples["answer"]),
         pairs_by_references=dict(pairs["references"].value_counts().sort("references").iter_rows()),
     )
 
@@ -69,9 +69,9 @@ def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int 
     """
     shards = sorted((mixture / "test").glob("*.parquet"))
     if shards:
-        samples = read_samples(shards, ["pair", "dataset"])
+        samples = read_samples(shards, ["record", "dataset"])
         if set(samples["dataset"].unique()) <= entries.keys():
-            return samples["pair"].n_unique()
+            return samples["record"].n_unique()
     test_pairs = 0
     for name, entry in entries.items():
         published = DATASETS[entry.reader].part(name)

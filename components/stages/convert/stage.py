@@ -23,6 +23,7 @@ from typing import Annotated
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from numpy.typing import NDArray
@@ -32,11 +33,18 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import SplitCount
 from m3diff.records.errors import DataError, ParamsError, cause_of, data_error_if_unreadable
 from m3diff.records.files import StageReport
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
+from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table, pair_images
 from m3diff.stages.convert.params import Convert, MixtureSource
 from m3diff.stages.ingest.params import DatasetEntry
 
-COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
+# Columns of samples before they are written: those of the records, whose images are joined to one column last
+FLAT_SCHEMA = pa.schema(
+    [
+        *(SAMPLE_SCHEMA.field(name) for name in SAMPLE_SCHEMA.names if name != "images"),
+        *(RECORD_SCHEMA.field(name) for name in ("before", "after", "before_sha256", "after_sha256")),
+    ]
+)
+COLUMNS = [*FLAT_SCHEMA.names, "order"]
 
 # Size of M3Diff's training mixture according to the paper (section 5.2): "145k pairs and 896k question-answer samples"
 PAPER_SAMPLES = 896_000
@@ -162,7 +170,7 @@ def _convert_dataset(
 
 def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
     """Return the numbers of pairs and samples of a dataset per split."""
-    pair_ids = {split: samples.filter(split=split)["pair"] for split in SPLITS}
+    pair_ids = {split: samples.filter(split=split)["record"] for split in SPLITS}
     return ConvertCounts(
         pairs={split: ids.n_unique() for split, ids in pair_ids.items()},
         samples={split: ids.len() for split, ids in pair_ids.items()},
@@ -233,8 +241,14 @@ def _write_shards(samples: pl.DataFrame, folder: Path) -> None:
     boundaries = np.unique([0, *cuts_between_pairs, len(order)])
     # Gather one shard at a time, because a sorted copy of all samples would double the memory
     for number, (start, end) in enumerate(pairwise(boundaries)):
-        shard = samples.select(SAMPLE_SCHEMA.names)[rows[start:end]].to_arrow().cast(SAMPLE_SCHEMA)
-        pq.write_table(shard, folder / f"{number:05d}.parquet", compression="zstd", row_group_size=ROW_GROUP)
+        table = samples[rows[start:end]].to_arrow().select(FLAT_SCHEMA.names).cast(FLAT_SCHEMA)
+        columns = {name: pair_images(table) if name == "images" else table[name] for name in SAMPLE_SCHEMA.names}
+        pq.write_table(
+            pa.table(columns, SAMPLE_SCHEMA),
+            folder / f"{number:05d}.parquet",
+            compression="zstd",
+            row_group_size=ROW_GROUP,
+        )
 
 
 def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFrame:
@@ -273,8 +287,8 @@ def training_samples(
     question_numbers = random_bits(sampled_pairs["key"], Draw.QUESTION) % len(questions)
     question = pl.Series(questions, dtype=pl.String).gather(question_numbers)
     references = _one_row_per_reference(sampled_pairs.with_columns(question=question))
-    nonempty_references = references.filter(pl.col("reference") != "")
-    is_first_occurrence = pl.struct("row", "copy", "reference").is_first_distinct()
+    nonempty_references = references.filter(pl.col("answer") != "")
+    is_first_occurrence = pl.struct("row", "copy", "answer").is_first_distinct()
     distinct_references = nonempty_references.filter(is_first_occurrence)
     if source.samples == "joined":
         answers = _join_references(distinct_references)
@@ -294,8 +308,8 @@ def training_samples(
 
 def _join_references(references: pl.DataFrame) -> pl.DataFrame:
     """Return one row per copy of a pair. All references of the pair are joined into one text, as sentences."""
-    joined_text = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
-    other_columns = pl.all().exclude("reference", "row", "copy", "number").first()
+    joined_text = pl.col("answer").str.strip_suffix(".").str.join(". ") + "."
+    other_columns = pl.all().exclude("answer", "row", "copy", "number").first()
     number = pl.lit(0).first()
     return references.group_by("row", "copy", maintain_order=True).agg(joined_text, other_columns, number=number)
 
@@ -326,9 +340,7 @@ def _sample_pairs(pairs: pl.DataFrame, source: MixtureSource, no_change_share: f
 def _one_row_per_reference(pairs: pl.DataFrame) -> pl.DataFrame:
     """Return one row per reference of each pair. The column `number` counts the references of a pair from 0."""
     reference_numbers = pl.int_ranges(pl.col("references").list.len().cast(pl.Int64))
-    return (
-        pairs.with_columns(number=reference_numbers).explode("references", "number").rename({"references": "reference"})
-    )
+    return pairs.with_columns(number=reference_numbers).explode("references", "number").rename({"references": "answer"})
 
 
 def _sample_references(references: pl.DataFrame, limit: int | None) -> pl.DataFrame:
@@ -349,7 +361,7 @@ def _to_samples(references: pl.DataFrame) -> pl.DataFrame:
     copy_suffix = pl.when(pl.col("copy") > 0).then(pl.format("x{}", "copy")).otherwise(pl.lit(""))
     return (
         references.sort("order", "row", "copy", "number")
-        .with_columns(id=pl.format("{}#{}{}", "id", "number", copy_suffix), pair="id")
+        .with_columns(id=pl.format("{}#{}{}", "id", "number", copy_suffix), record="id")
         .select(COLUMNS)
     )
 

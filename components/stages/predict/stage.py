@@ -38,6 +38,7 @@ from m3diff.provenance.code import compute_key
 from m3diff.records.errors import CodedError, DataError, ParamsError, cause_of, data_error_if_unreadable
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
+from m3diff.records.sample import ImageRef
 from m3diff.runtime import prepare
 from m3diff.settings.compute import Compute
 from m3diff.stages.predict.params import Predict
@@ -58,22 +59,15 @@ NODES_TIMEOUT_S = 60  # seconds to wait until Ray has enough nodes for all worke
 PredictionKey = tuple[str, str]  # name of the set (predictions or a control) and id of the pair
 
 
-class PairSample(NamedTuple):
-    """An image pair of the test split with its question.
-
-    Attributes:
-        before_sha256, after_sha256: SHA-256 digests of the image files (32 bytes), as in the samples.
-    """
+class PredictionItem(NamedTuple):
+    """A record of the test split: the image before, the image after, and the question about them."""
 
     id: str
-    before: str
-    after: str
-    before_sha256: bytes | None
-    after_sha256: bytes | None
+    images: tuple[ImageRef, ImageRef]
     question: str
 
 
-COLUMNS = ["pair", *PairSample._fields[1:]]
+COLUMNS = ["record", "images", "question"]
 
 
 class Batch(NamedTuple):
@@ -85,7 +79,7 @@ class Batch(NamedTuple):
     """
 
     number: int
-    pairs: list[PairSample]
+    pairs: list[PredictionItem]
     saliency: bool
 
 
@@ -254,7 +248,7 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
 
 
 def caption_missing_pairs(
-    job: CaptionJob, pairs_by_set: dict[str, list[PairSample]], batch_pairs: int, journal: Journal
+    job: CaptionJob, pairs_by_set: dict[str, list[PredictionItem]], batch_pairs: int, journal: Journal
 ) -> None:
     """Caption the pairs that are not yet in the journal.
 
@@ -266,7 +260,7 @@ def caption_missing_pairs(
         batch_pairs: maximum number of pairs per batch.
         journal: the journal, to which the new captions are added.
     """
-    all_batches: list[tuple[str, list[PairSample]]] = []  # each with the name of its set
+    all_batches: list[tuple[str, list[PredictionItem]]] = []  # each with the name of its set
     for set_name, pairs in pairs_by_set.items():
         all_batches += [(set_name, batch) for batch in split_into_batches(pairs, batch_pairs)]
     missing_batches = []
@@ -289,26 +283,27 @@ def caption_missing_pairs(
     print(f"predict: {captions} captions in {seconds:.0f} s, {captions / seconds:.1f} captions/s", flush=True)
 
 
-def read_test_pairs(mixture: Path) -> list[PairSample]:
+def read_test_pairs(mixture: Path) -> list[PredictionItem]:
     """Return the distinct pairs of the test split, in the order of the mixture.
 
     Raises:
         DataError: the test split is empty, or a file cannot be read.
     """
-    pairs: dict[str, PairSample] = {}
+    pairs: dict[str, PredictionItem] = {}
     for file in sorted((mixture / "test").glob("*.parquet")):
         with data_error_if_unreadable(file):
             table = pq.read_table(file, columns=COLUMNS).to_pydict()
-        for row in zip(*(table[column] for column in COLUMNS), strict=True):
-            pairs.setdefault(row[0], PairSample(*row))
+        for record, images, question in zip(*(table[column] for column in COLUMNS), strict=True):
+            before, after = (ImageRef(**image) for image in images)
+            pairs.setdefault(record, PredictionItem(record, (before, after), question))
     if not pairs:
         raise DataError("predict.no_test_sample", path=mixture / "test")
     return list(pairs.values())
 
 
 def sample_control_pairs(
-    pairs: list[PairSample], count: int = CONTROL_PAIRS
-) -> tuple[list[PairSample], list[PairSample]]:
+    pairs: list[PredictionItem], count: int = CONTROL_PAIRS
+) -> tuple[list[PredictionItem], list[PredictionItem]]:
     """Return the pairs of the shuffled control and of the reversed control.
 
     Both controls use the same random sample of `pairs`, in their original order. A smaller sample is a subset of a
@@ -326,24 +321,18 @@ def sample_control_pairs(
     for number in sorted(sampled_numbers):
         pair = pairs[number]
         partner = pairs[(number + shift) % len(pairs)]
-        shuffled_pairs.append(pair._replace(after=partner.after, after_sha256=partner.after_sha256))
-        reversed_pairs.append(
-            pair._replace(
-                before=pair.after,
-                after=pair.before,
-                before_sha256=pair.after_sha256,
-                after_sha256=pair.before_sha256,
-            )
-        )
+        before, after = pair.images
+        shuffled_pairs.append(pair._replace(images=(before, partner.images[1])))
+        reversed_pairs.append(pair._replace(images=(after, before)))
     return shuffled_pairs, reversed_pairs
 
 
-def split_into_batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:
+def split_into_batches(pairs: Sequence[PredictionItem], size: int) -> list[list[PredictionItem]]:
     """Split the pairs into batches of at most `size` pairs with the same question.
 
     Prompts of equal length need no padding, so the pairs do not affect each other's captions.
     """
-    pairs_by_question: dict[str, list[PairSample]] = {}
+    pairs_by_question: dict[str, list[PredictionItem]] = {}
     for pair in pairs:
         pairs_by_question.setdefault(pair.question, []).append(pair)
     batches = []
@@ -400,15 +389,11 @@ def prepare_images(batches: Sequence[Batch], processor: "PairProcessor", threads
     Meanwhile, threads prepare the images of the next PREPARED_BATCHES batches.
     """
 
-    def load_and_prepare(path: str, sha256: bytes | None) -> np.ndarray:
-        return processor.prepare_image(load_image(path, sha256))
+    def load_and_prepare(image: ImageRef) -> np.ndarray:
+        return processor.prepare_image(load_image(*image))
 
     def submit_images(batch: Batch) -> list[Future[np.ndarray]]:
-        images = []
-        for pair in batch.pairs:
-            images.append(pool.submit(load_and_prepare, pair.before, pair.before_sha256))
-            images.append(pool.submit(load_and_prepare, pair.after, pair.after_sha256))
-        return images
+        return [pool.submit(load_and_prepare, image) for pair in batch.pairs for image in pair.images]
 
     with ThreadPoolExecutor(max_workers=threads) as pool:
         yield from prefetch(submit_images, batches, PREPARED_BATCHES)
@@ -498,7 +483,7 @@ def _caption_with_new_workers(job: CaptionJob, batches: Sequence[Batch]) -> Iter
             ray.kill(worker)
 
 
-def _write_saliency(path: Path, pairs: Sequence[PairSample], predictions: Sequence[Prediction]) -> None:
+def _write_saliency(path: Path, pairs: Sequence[PredictionItem], predictions: Sequence[Prediction]) -> None:
     """Write a compressed NumPy archive with `ids` and `maps` ([pairs, rows, columns] float16), in the pairs' order.
 
     Both are empty if the model's family does not compute saliency maps.

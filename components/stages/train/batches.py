@@ -29,12 +29,13 @@ from m3diff.models.fused import FLEX_BLOCK, Layout
 from m3diff.models.processing import PairProcessor
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.progress import prefetch
+from m3diff.records.sample import ImageRef
 from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.packing import Packed, pack
 
 SCHEMA = pl.Schema(  # columns of a split that training reads (components/records/schemas.py)
-    dict.fromkeys(("pair", "dataset", "before", "after", "question", "reference"), pl.String)
-    | {"before_sha256": pl.Binary, "after_sha256": pl.Binary}
+    dict.fromkeys(("record", "dataset", "question", "answer"), pl.String)
+    | {"images": pl.List(pl.Struct({"uri": pl.String, "sha256": pl.Binary}))}
 )
 
 ALL = DatasetFilter()
@@ -61,8 +62,8 @@ class Samples:
 
     def __init__(self, table: pl.DataFrame) -> None:
         self.table = table
-        pair = table["pair"]
-        self.starts = (pair != pair.shift()).fill_null(True).arg_true().to_numpy()
+        record = table["record"]
+        self.starts = (record != record.shift()).fill_null(True).arg_true().to_numpy()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -76,13 +77,9 @@ class Samples:
         rows = np.arange(len(self), dtype=np.int32)
         return [rows[start:end] for start, end in pairwise([*self.starts, len(self)])]
 
-    def images(self, row: int) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
-        """Return the path and digest of the before-image and of the after-image."""
-        value = self.value
-        return (
-            (value("before", row), value("before_sha256", row)),
-            (value("after", row), value("after_sha256", row)),
-        )
+    def images(self, row: int) -> tuple[ImageRef, ...]:
+        """Return the images of a sample: the image before, then the image after."""
+        return tuple(ImageRef(**image) for image in self.value("images", row))
 
 
 def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
@@ -242,18 +239,18 @@ class Loader:
         self.prepared = lru_cache(maxsize=max(2, CACHED_BYTES // bytes_each))(self._prepared)
         self.reference = lru_cache(maxsize=100_000)(processor.encode_reference)
 
-    def _prepared(self, path: str, sha256: bytes) -> np.ndarray:
-        return self.processor.prepare_image(load_image(path, sha256))
+    def _prepared(self, uri: str, sha256: bytes | None) -> np.ndarray:
+        return self.processor.prepare_image(load_image(uri, sha256))
 
     def pairs_of(self, rows: np.ndarray) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Return the token ids of the prompt and of the reference for each row."""
         value = self.samples.value
         encode_prompt = self.processor.encode_prompt
-        return [(encode_prompt(value("question", row)), self.reference(value("reference", row))) for row in rows]
+        return [(encode_prompt(value("question", row)), self.reference(value("answer", row))) for row in rows]
 
     def images_of(self, row: int, visit: Visit | None) -> list[np.ndarray]:
         """Return the before- and after-image of a row's pair. They are augmented only if `visit` is given."""
-        pair = [self.prepared(*file) for file in self.samples.images(row)]
+        pair = [self.prepared(*image) for image in self.samples.images(row)]
         if visit is None or self.augment is None:
             return pair
         return list(self.augment(np.stack(pair), np.random.default_rng([*visit, row, AUGMENTATION_SEED])))

@@ -128,7 +128,7 @@ class Validation:
         captions = self._captions(model, first_rows)
         scores = []
         for pairs in self.caption_pairs:
-            references = [[self.samples.value("reference", row) for row in rows] for rows in pairs]
+            references = [[self.samples.value("answer", row) for row in rows] for rows in pairs]
             predictions = [captions[int(rows[0])] for rows in pairs]
             scores.append(cider(references, predictions))
         return {"val_cider": float(np.mean(scores))}

@@ -78,10 +78,10 @@ def can_judge_captions(folder: Path, caption_val_pairs: int) -> bool:
     Returns False if too few pairs were captioned. Also returns False if all references are the same, because CIDEr is
     then 0 even for correct captions.
     """
-    samples = read_split(folder, ["dataset", "pair", "reference"])
-    if samples is None or samples["reference"].n_unique() < 2:
+    samples = read_split(folder, ["dataset", "record", "answer"])
+    if samples is None or samples["answer"].n_unique() < 2:
         return False
-    pairs_per_dataset = samples.group_by("dataset").agg(pl.col("pair").n_unique())["pair"]
+    pairs_per_dataset = samples.group_by("dataset").agg(pl.col("record").n_unique())["record"]
     captioned_pairs = sum(min(pairs, caption_val_pairs) for pairs in pairs_per_dataset)
     return captioned_pairs >= MIN_CAPTIONED_PAIRS
 
@@ -91,11 +91,11 @@ def entropy_of_tokens(folder: Path, tokenizer: Path) -> float | None:
 
     Returns None if there are no references or if the tokenizer file does not exist.
     """
-    samples = read_split(folder, ["reference"])
+    samples = read_split(folder, ["answer"])
     if samples is None or not tokenizer.is_file():
         return None
     encoder = Tokenizer.from_file(str(tokenizer))
-    texts = samples["reference"].value_counts().sort("reference")
+    texts = samples["answer"].value_counts().sort("answer")
     sampled_texts = texts.gather_every(math.ceil(texts.height / COUNTED_REFERENCES))
     token_counts: Counter[int] = Counter()
     end_tokens = 0

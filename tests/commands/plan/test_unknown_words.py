@@ -18,7 +18,7 @@ KNOWN_TEXTS = ["the red ball moved", "a big star moved"]
 
 def mixture(folder: Path, references: list[str], split: str = "train") -> Path:
     (folder / split).mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"reference": references}), folder / split / "00000.parquet")
+    pq.write_table(pa.table({"answer": references}), folder / split / "00000.parquet")
     return folder
 
 

@@ -14,7 +14,7 @@ from m3diff.stages.convert import stage
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.convert.stage import PAPER_DATASETS, ConvertReport, convert, load_questions, require_test_pairs
 from tests.errors import raises
-from tests.layouts import make_entry
+from tests.layouts import images_of, make_entry
 
 QUESTIONS = Path("profiles/questions.yaml")
 LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_pair": 5, "no_change_share": 1.0, "sources": {}}
@@ -44,8 +44,8 @@ def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, Con
     samples = pl.concat(frames.values())
     assert samples.height == report.rows_out == sum(report.samples.values())
     assert samples["id"].is_unique().all()
-    changes_of_pair = (samples["pair"] != samples["pair"].shift()).sum()
-    assert changes_of_pair == samples["pair"].n_unique() - 1 or any("x1" in name for name in samples["id"])
+    changes_of_pair = (samples["record"] != samples["record"].shift()).sum()
+    assert changes_of_pair == samples["record"].n_unique() - 1 or any("x1" in name for name in samples["id"])
     return samples, report
 
 
@@ -93,13 +93,13 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     not_sampled = {name: omission["pairs_not_sampled"] for name, omission in omissions.items()}
     not_sampled = {name: pairs for name, pairs in not_sampled.items() if pairs}
     assert not_sampled == {"half": 60 - half, "few": 53, "none": 60, "nothing": 60}
-    assert samples.filter(dataset="joined")["reference"].to_list() == ["It fell. a b. c. d..."] * 120
-    assert samples.filter(pair="joined/0")["id"].sort().to_list() == ["joined/0#0", "joined/0#0x1"]
+    assert samples.filter(dataset="joined")["answer"].to_list() == ["It fell. a b. c. d..."] * 120
+    assert samples.filter(record="joined/0")["id"].sort().to_list() == ["joined/0#0", "joined/0#0x1"]
     questions = load_questions(QUESTIONS)
     for name, task in (("half", "edit"), ("edits", "edit"), ("joined", "detail"), ("all", "difference")):
         assert set(samples.filter(dataset=name)["question"]) == set(questions[task]), name
     lowest = sorted((f"few/{n}" for n in range(count)), key=lambda name: plain_bits(7, name, MAX_PAIRS))[:7]
-    assert set(samples.filter(dataset="few")["pair"]) == set(lowest), "the pairs with the lowest random numbers"
+    assert set(samples.filter(dataset="few")["record"]) == set(lowest), "the pairs with the lowest random numbers"
 
 
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
@@ -149,7 +149,7 @@ def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
         for number in sorted(sampled_numbers):
             suffix = "x1" if copy else ""
             expected.append((f"{name}#{number}{suffix}", name, question, "abcde"[number]))
-    assert samples.select("id", "pair", "question", "reference").rows() == expected
+    assert samples.select("id", "record", "question", "answer").rows() == expected
     assert any(name.endswith("x1") for name in samples["id"])
     assert len(expected) < 2 * 1.3 * 40
     assert run(tmp_path, records, no_change_share=0.0)[1].pairs["train"] == 20
@@ -160,16 +160,23 @@ def test_a_sample_has_every_field_of_its_record(tmp_path):
     samples, _ = run(tmp_path, [record("a", "val", ("x", "y"))])
     sample_of_x, sample_of_y = samples.rows(named=True)
     values = record("a", "val")
-    fields = {name: values[name] for name in SAMPLE_SCHEMA.names if name in values} | {"id": "d/a#0", "pair": "d/a"}
-    assert sample_of_x == fields | {"question": load_questions(QUESTIONS)["difference"][0], "reference": "x"}
-    assert sample_of_y == sample_of_x | {"id": "d/a#1", "reference": "y"}
+    assert sample_of_x == {
+        "id": "d/a#0",
+        "record": "d/a",
+        "dataset": "d",
+        "split": "val",
+        "images": images_of(values),
+        "question": load_questions(QUESTIONS)["difference"][0],
+        "answer": "x",
+    }
+    assert sample_of_y == sample_of_x | {"id": "d/a#1", "answer": "y"}
 
 
 def test_evaluation_asks_the_first_question_in_the_records_order(tmp_path):
     samples, _ = run(tmp_path, mixed(9, "test", "val"), sources={"d": {"max_pairs": 0, "weight": 0}})
     frames = split_frames(tmp_path / "mixture")
     for split, start in (("test", 0), ("val", 1)):
-        assert frames[split]["pair"].to_list() == [f"d/{n}" for n in range(start, 18, 2)]
+        assert frames[split]["record"].to_list() == [f"d/{n}" for n in range(start, 18, 2)]
     assert samples["question"].unique().to_list() == [load_questions(QUESTIONS)["difference"][0]]
 
 
@@ -231,7 +238,7 @@ def test_a_dataset_that_is_only_tested_changes_no_byte_of_what_trains(tmp_path):
 def test_shards_hold_whole_pairs_and_about_as_many_samples_as_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "SHARD_SAMPLES", 4)
     run(tmp_path, [record(str(n), "val", ("a",) * 3) for n in range(5)])
-    pairs = {path.name: pl.read_parquet(path)["pair"].to_list() for path in (tmp_path / "mixture/val").iterdir()}
+    pairs = {path.name: pl.read_parquet(path)["record"].to_list() for path in (tmp_path / "mixture/val").iterdir()}
     shards = [["d/0"] * 3 + ["d/1"] * 3, ["d/2"] * 3, ["d/3"] * 3, ["d/4"] * 3]
     assert pairs == {f"0000{number}.parquet": shard for number, shard in enumerate(shards)}
 

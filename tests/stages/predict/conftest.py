@@ -25,12 +25,18 @@ def write_test_split(folder: Path, numbers: list[int] = ORDER) -> Path:
     (folder / "test").mkdir(parents=True)
     rows = []
     for number in numbers:
-        row = {"pair": f"toy/{number}", "dataset": "toy", "split": "test", "question": QUESTIONS[number % 2]}
+        row: dict[str, Any] = {
+            "record": f"toy/{number}",
+            "dataset": "toy",
+            "split": "test",
+            "question": QUESTIONS[number % 2],
+        }
+        row["images"] = []
         for k, side in enumerate(("before", "after")):
             file = folder / f"{number}_{side}.png"
             colour_image(10 * number + k).save(file)
-            row |= {side: str(file), f"{side}_sha256": hashlib.sha256(file.read_bytes()).digest()}
-        rows += [row | {"id": f"toy/{number}#{k}", "reference": f"reference {k}"} for k in range(1 + number % 3)]
+            row["images"].append({"uri": str(file), "sha256": hashlib.sha256(file.read_bytes()).digest()})
+        rows += [row | {"id": f"toy/{number}#{k}", "answer": f"reference {k}"} for k in range(1 + number % 3)]
     for part, chosen in enumerate((rows[:3], rows[3:])):
         pq.write_table(pa.Table.from_pylist(chosen, SAMPLE_SCHEMA), folder / "test" / f"{part:05d}.parquet")
     return folder

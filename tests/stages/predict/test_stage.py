@@ -15,14 +15,15 @@ from m3diff.models.foreign_code import CheckpointError
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.provenance import code
 from m3diff.records.errors import DataError
+from m3diff.records.sample import ImageRef
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.report.images import read_saliency
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import (
     Journal,
     JournalInUseError,
-    PairSample,
     Prediction,
+    PredictionItem,
     PredictReport,
     predict,
     run_key,
@@ -189,8 +190,13 @@ def test_an_image_that_is_gone_or_changed_is_refused(side, damage, code, model, 
     assert not (tmp_path / "out" / "predictions.json").exists()
 
 
-def make_pairs(count: int) -> list[PairSample]:
-    return [PairSample(str(n), f"b{n}", f"a{n}", b"b%d" % n, b"a%d" % n, f"q{n}") for n in range(count)]
+def image(side: str, number: int) -> ImageRef:
+    name = f"{side}{number}"
+    return ImageRef(name, name.encode())
+
+
+def make_pairs(count: int) -> list[PredictionItem]:
+    return [PredictionItem(str(n), (image("b", n), image("a", n)), f"q{n}") for n in range(count)]
 
 
 SAMPLES = pytest.mark.parametrize(("count", "total"), [(2, 2), (3, 3), (4, 4), (7, 7), (0, 7), (1, 7), (4, 7), (9, 7)])
@@ -211,8 +217,8 @@ def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
     expected = []
     for pair in shuffled:
         number = int(pair.id)
-        partner = pairs[(number + total // 2) % total]  # none keeps its own, each is used once
-        expected.append(pairs[number]._replace(after=partner.after, after_sha256=partner.after_sha256))
+        partner_number = (number + total // 2) % total  # none keeps its own, each is used once
+        expected.append(pairs[number]._replace(images=(image("b", number), image("a", partner_number))))
     assert shuffled == expected
 
 
@@ -220,7 +226,7 @@ def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
 def test_the_reversed_control_has_the_same_pairs_swapped(count, total):
     shuffled, swapped = sample_control_pairs(make_pairs(total), count)
     numbers = [int(pair.id) for pair in shuffled]
-    assert swapped == [(str(n), f"a{n}", f"b{n}", b"a%d" % n, b"b%d" % n, f"q{n}") for n in numbers]
+    assert swapped == [(str(n), (image("a", n), image("b", n)), f"q{n}") for n in numbers]
 
 
 @SAMPLES

@@ -117,7 +117,7 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
     assert not {FusedRMSNorm, FusedDecoderLayer} & kinds[1]
     batches = in_batches(mixture, size=2)
     for batch, (number, predictions) in zip(batches, caption_batches(job(checkpoint), batches), strict=True):
-        files = [file for pair in batch.pairs for file in (pair.before, pair.after)]
+        files = [image.uri for pair in batch.pairs for image in pair.images]
         images = [stock.processor.prepare_image(load_image(file)) for file in files]
         captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
         assert number == batch.number

@@ -301,7 +301,7 @@ def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]
 def token_counts(training: Any) -> tuple[int, int]:
     """Return the number of tokens and of supervised tokens in an epoch, using only the tokenizer."""
     processor = training.processor
-    supervised = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["reference"])
+    supervised = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["answer"])
     # the prompt less its last token once a pair; that token and all but the last of each reference once a reference
     prompts = (len(processor.encode_prompt("What changed?")) - 1) * 10
     return prompts + supervised, supervised

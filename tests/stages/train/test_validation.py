@@ -24,7 +24,7 @@ from tests.tiny import tiny_settings, tiny_trained
 def samples(**pairs: int) -> Samples:
     """Return samples of several datasets, one after another, with two rows per pair."""
     rows = [(dataset, f"{dataset}/{n}") for dataset, count in pairs.items() for n in range(count) for _ in range(2)]
-    columns = {"dataset": [dataset for dataset, _ in rows], "pair": [pair for _, pair in rows]}
+    columns = {"dataset": [dataset for dataset, _ in rows], "record": [pair for _, pair in rows]}
     return Samples(pl.DataFrame({name: columns.get(name, ["x"] * len(rows)) for name in SCHEMA}))
 
 

@@ -21,8 +21,8 @@ def write_split(folder: Path, references: list[str], dataset: str = "toy") -> No
     folder.mkdir(parents=True, exist_ok=True)
     rows = {
         "dataset": [dataset] * len(references),
-        "pair": [f"{dataset}/{number}" for number in range(len(references))],
-        "reference": references,
+        "record": [f"{dataset}/{number}" for number in range(len(references))],
+        "answer": references,
     }
     pq.write_table(pa.table(rows), folder / f"{dataset}.parquet")
 

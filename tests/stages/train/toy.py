@@ -47,17 +47,16 @@ def pair_rows(folder: Path, split: str, dataset: str, number: int) -> list[dict[
     noise_image(seed + 1).save(after)
     pair = f"{dataset}/{split}{number}"
     row = {
-        "pair": pair,
+        "record": pair,
         "dataset": dataset,
         "split": split,
         "question": "What changed?",
-        "before": str(before),
-        "after": str(after),
-        "before_sha256": hashlib.sha256(before.read_bytes()).digest(),
-        "after_sha256": hashlib.sha256(after.read_bytes()).digest(),
+        "images": [
+            {"uri": str(image), "sha256": hashlib.sha256(image.read_bytes()).digest()} for image in (before, after)
+        ],
     }
     texts = REFERENCES[: 1 + number % 4]
-    return [row | {"id": f"{pair}#{k}", "reference": text} for k, text in enumerate(texts)]
+    return [row | {"id": f"{pair}#{k}", "answer": text} for k, text in enumerate(texts)]
 
 
 TRAIN: dict[str, Any] = {

@@ -1,0 +1,15 @@
+"""An image in the tables that stages pass on."""
+
+from typing import NamedTuple
+
+
+class ImageRef(NamedTuple):
+    """Where an image is, and the bytes that it must have.
+
+    Attributes:
+        uri: path of the image file, relative to the project or absolute.
+        sha256: SHA-256 digest of the file (32 bytes). None if it is unknown.
+    """
+
+    uri: str
+    sha256: bytes | None = None
