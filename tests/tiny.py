@@ -140,12 +140,26 @@ def tiny_trained(base: Path, settings: M3DiffSettings, seed: int = 1) -> torch.n
     return model
 
 
-def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = None, seed: int = 1) -> Path:
-    """Write a checkpoint on `base` as training writes it, and return its folder."""
+def tiny_checkpoint(
+    base: Path,
+    folder: Path,
+    settings: M3DiffSettings | None = None,
+    seed: int = 1,
+    question: str = "What has changed from the first image to the second?",
+) -> Path:
+    """Write a checkpoint on `base` as training with this question writes it, and return its folder."""
     settings = settings or tiny_settings()
     processor = FAMILIES[settings.family].load_processor(base)
     model = tiny_trained(base, settings, seed)
-    save_checkpoint(model, processor, folder, family=settings.family, base=base, base_sha256=folder_sha256(base))
+    save_checkpoint(
+        model,
+        processor,
+        folder,
+        family=settings.family,
+        base=base,
+        base_sha256=folder_sha256(base),
+        trained_on={"question": question},
+    )
     return folder
 
 

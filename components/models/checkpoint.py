@@ -251,6 +251,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def trained_question(manifest: Mapping[str, Any]) -> str | None:
+    """Return the question that a model was trained on, or None if its manifest does not name it.
+
+    A checkpoint from before manifests had the field `trained_on` does not name it.
+    """
+    trained_on = manifest.get("trained_on")
+    question = trained_on.get("question") if isinstance(trained_on, dict) else None
+    return question if isinstance(question, str) and question else None
+
+
 def folder_sha256(folder: Path, hidden: bool = True) -> str:
     """Return a SHA-256 hex digest of the names and contents of all files in a folder.
 
@@ -284,18 +294,29 @@ def _sha256(path: Path) -> str:
 
 
 def save_checkpoint(
-    model: Any, processor: PairProcessor, folder: Path, *, family: str, base: Path, base_sha256: str
+    model: Any,
+    processor: PairProcessor,
+    folder: Path,
+    *,
+    family: str,
+    base: Path,
+    base_sha256: str,
+    trained_on: Mapping[str, Any],
 ) -> None:
     """Save the trained model with merged adapters and, in `adapters/`, only what differs from the base.
 
     `adapters/` is not written if the adapters' linear layers were trained in full (rank 0). The model is merged in
     place.
 
+    Args:
+        trained_on: what the model was trained on, for the manifest. `question` is the question that is asked by
+            default.
+
     Raises:
         CheckpointError: a weight is missing from the saved files. The folder then has no manifest.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    origin = {"family": family, "base_sha256": base_sha256}
+    origin = {"family": family, "base_sha256": base_sha256, "trained_on": dict(trained_on)}
     model_family = FAMILIES[family]
     if _fits_on_base(model, model_family):
         adapters = folder / ADAPTERS

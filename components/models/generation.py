@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from m3diff.models.checkpoint import convert_loading_errors, load_model
+from m3diff.models.checkpoint import convert_loading_errors, load_model, read_manifest, trained_question
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import PairProcessor
@@ -18,7 +18,8 @@ from m3diff.models.processing import PairProcessor
 if TYPE_CHECKING:
     from m3diff.models.family import ImagePair
 
-# The default question, which is the first question of the task `difference` in convert's templates
+# The question for a model whose manifest does not name the question that it was trained on. It is the first question
+# of the task `difference` in convert's templates
 QUESTION = "What has changed from the first image to the second?"
 
 
@@ -30,19 +31,35 @@ class Captioner:
         processor: processor of the model.
         family: family of the model.
         max_new_tokens: maximum length of a caption in tokens.
+        trained_question: the question that the model was trained on. None if it is unknown.
+
+    Attributes:
+        question: the question that is asked by default: the trained question or, if it is unknown, QUESTION.
     """
 
-    def __init__(self, model: Any, processor: PairProcessor, family: Family, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        processor: PairProcessor,
+        family: Family,
+        max_new_tokens: int,
+        trained_question: str | None = None,
+    ) -> None:
         self.model = model.eval()
         self.processor = processor
         self.family = family
         self.max_new_tokens = max_new_tokens
+        self.trained_question = trained_question
+        self.question = trained_question or QUESTION
 
-    def caption(self, pairs: Sequence[ImagePair], question: str = QUESTION) -> list[str]:
+    def caption(self, pairs: Sequence[ImagePair], question: str | None = None) -> list[str]:
         """Return a caption for each image pair (before, after).
 
         All pairs have the same question, so the prompts are not padded and the pairs of a batch do not affect each
         other's captions.
+
+        Args:
+            question: the question for all pairs. None for the default question.
         """
         images = []
         for before, after in pairs:
@@ -53,7 +70,7 @@ class Captioner:
 
     @torch.inference_mode()
     def answer(
-        self, images: Sequence[np.ndarray], question: str = QUESTION, saliency: bool = False
+        self, images: Sequence[np.ndarray], question: str | None = None, saliency: bool = False
     ) -> tuple[list[str], np.ndarray | None]:
         """Return captions and, if requested, saliency maps for pairs of prepared images.
 
@@ -61,7 +78,7 @@ class Captioner:
 
         Args:
             images: images from the processor's `prepare_image`, ordered before, after, before, after, ...
-            question: the question for all pairs.
+            question: the question for all pairs. None for the default question.
             saliency: whether to return maps that show where the model looks for differences.
 
         Returns:
@@ -69,7 +86,7 @@ class Captioner:
             The maps are None if `saliency` is false.
         """
         device = self.model.device
-        prompts = self.processor.prompt_inputs([question] * (len(images) // 2))
+        prompts = self.processor.prompt_inputs([question or self.question] * (len(images) // 2))
         inputs = {name: value.to(device) for name, value in prompts.items()}
         inputs |= self.processor.image_inputs(torch.from_numpy(np.stack(images)).to(device))
         decoding = {
@@ -110,4 +127,5 @@ def load_captioner(
     model, family = load_model(checkpoint, device.dtype, base)
     with convert_loading_errors(checkpoint):
         processor = family.load_processor(checkpoint, model.config)
-    return Captioner(model.to(device.torch), processor, family, max_new_tokens)
+        question = trained_question(read_manifest(checkpoint))
+    return Captioner(model.to(device.torch), processor, family, max_new_tokens, question)

@@ -155,10 +155,11 @@ class Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": self.name}
 
     async def describe_model_card(self, request: Request) -> Response:
-        """Handle `GET /model`: return the card of the current model and whether it supports questions."""
+        """Handle `GET /model`: return the card of the current model, whether it reads questions, and its own."""
         model = self.require_model()
         card = await model.card
-        return JSONResponse(card.as_dict() | {"reads_question": model.facts.reads_question})
+        facts = model.facts
+        return JSONResponse(card.as_dict() | {"reads_question": facts.reads_question, "question": facts.question})
 
     async def examples_by_key(self) -> dict[str, Example]:
         """Return the example pairs of the current model by their keys. Without a model, there are no examples."""
@@ -188,9 +189,9 @@ class Server:
 
     async def caption_pair(self, request: Request) -> Response:
         """Handle `POST /caption`: return the caption of a pair and, if requested, the overlays."""
-        question, answer = await self.answer_request(request)
+        answer, note = await self.answer_request(request)
         body: dict[str, Any] = {"caption": answer.caption, "model": answer.model}
-        if note := note_about(question):
+        if note is not None:
             body["note"] = note
         if answer.overlay is not None:
             images = zip(SIDES, answer.overlay, strict=True)
@@ -199,7 +200,7 @@ class Server:
 
     async def complete_chat(self, request: Request) -> Response:
         """Handle `POST /v1/chat/completions`: return the caption of a pair in OpenAI's format."""
-        question, answer = await self.answer_request(request)
+        answer, note = await self.answer_request(request)
         model = self.models.current
         is_truncated = model is not None and answer.completion_tokens > model.facts.max_new_tokens
         choice = {
@@ -221,15 +222,15 @@ class Server:
             "choices": [choice],
             "usage": usage,
         }
-        if note := note_about(question):
+        if note is not None:
             completion["note"] = note
         return JSONResponse(completion, headers={"X-Model-Version": answer.model})
 
-    async def answer_request(self, request: Request) -> tuple[str | None, ServedAnswer]:
+    async def answer_request(self, request: Request) -> tuple[ServedAnswer, str | None]:
         """Read and check a request and let the model answer it.
 
         Returns:
-            The question and the answer.
+            The answer, and a note about its question or None.
 
         Raises:
             RequestRefusedError: the request is refused (HTTP 404, 408, 413, 422, 429 or 503).
@@ -250,7 +251,9 @@ class Server:
                 remedy=SAVE_AS_FILE,
             )
         self.metrics.batch.observe(answer.batch_pairs)
-        return caption_request.question, answer
+        facts = model.facts
+        note = note_about(caption_request.question, facts.trained_question) if facts.reads_question else None
+        return answer, note
 
     async def read_request(self, request: Request, max_bytes: int) -> Asked:
         """Parse the body of a request and check its images. Bodies are parsed one at a time.

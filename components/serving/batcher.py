@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
     Attributes:
         before, after: contents of the image files.
-        question: the question, or None to ask what changed.
+        question: the question, or None for the default question of the model.
         overlay: whether the answer should also contain both images with the outlines of the saliency map.
         model: the model requested in a chat, or None if the request does not name a model.
     """
@@ -64,12 +64,16 @@ class ModelFacts(NamedTuple):
     Attributes:
         special_tokens: the tokenizer's special tokens, which must not occur in a question.
         reads_question: whether the model reads the question. If not, it always describes what changed.
+        question: the question that is asked if a request has none.
+        trained_question: the question that the model was trained on. None if it is unknown.
     """
 
     name: str
     max_new_tokens: int
     special_tokens: tuple[str, ...]
     reads_question: bool
+    question: str
+    trained_question: str | None
 
 
 class ServedAnswer(NamedTuple):
@@ -169,6 +173,8 @@ class Replica:
             max_new_tokens=self.captioner.max_new_tokens,
             special_tokens=tuple(sorted(tokens)),
             reads_question=self.captioner.family.reads_question,
+            question=self.captioner.question,
+            trained_question=self.captioner.trained_question,
         )
 
     async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
@@ -252,8 +258,6 @@ def prepare_pair(captioner: "Captioner", asked: Asked) -> PreparedPair:
     Raises:
         ImageError: an image cannot be decoded.
     """
-    from m3diff.models.generation import QUESTION
-
     inputs: list[np.ndarray] = []
     overlay_images: list[Image.Image] = []
     for data in (asked.before, asked.after):
@@ -264,7 +268,7 @@ def prepare_pair(captioner: "Captioner", asked: Asked) -> PreparedPair:
             overlay_images.append(image)
         del image  # frees its memory before the second image is decoded
     return PreparedPair(
-        question=asked.question or QUESTION,
+        question=asked.question or captioner.question,
         inputs=(inputs[0], inputs[1]),
         overlay_images=(overlay_images[0], overlay_images[1]) if overlay_images else None,
     )

@@ -299,7 +299,7 @@ def caption_pairs(
     """Yield a caption for each pair, in order. A pair whose images cannot be read gets a fault instead.
 
     Args:
-        question: the question to ask. If None, ask what changed.
+        question: the question to ask. If None, ask the model's default question.
         overlay: where to save both images with the outlines of the saliency map: a file for one pair, or a folder for
             several. If None, no overlay is drawn.
         max_pixels: maximum number of pixels per image, padded to a square.
@@ -309,7 +309,7 @@ def caption_pairs(
         ParamsError: the model does not support this question.
     """
     check_question(captioner, question)
-    note = note_about(question)
+    note = note_about(question, captioner.trained_question) if captioner.family.reads_question else None
     batches = [pairs[start : start + BATCH_PAIRS] for start in range(0, len(pairs), BATCH_PAIRS)]
     # A single batch needs no progress bar
     batch_iterator = progress(batches, "caption", unit="batch") if len(batches) > 1 else batches
@@ -360,13 +360,11 @@ def _caption_batch(
     Raises:
         DataError: overlays were requested, but the model does not compute saliency maps.
     """
-    from m3diff.models.generation import QUESTION
-
     prepared_images = []
     for before, after in images.values():
         prepared_images.append(captioner.processor.prepare_image(before))
         prepared_images.append(captioner.processor.prepare_image(after))
-    texts, saliency_maps = captioner.answer(prepared_images, question or QUESTION, has_overlay)
+    texts, saliency_maps = captioner.answer(prepared_images, question, has_overlay)
     captions = dict(zip(images, texts, strict=True))
     if not has_overlay:
         return captions, {}

@@ -21,7 +21,7 @@ from m3diff.models.generation import QUESTION
 from m3diff.serving import limits
 from m3diff.serving.batcher import OVERLAY_PX
 from m3diff.serving.model_card import ModelCard, TrainingData
-from m3diff.serving.questions import NOTE
+from m3diff.serving.questions import NOTE, UNKNOWN_QUESTION_NOTE
 from m3diff.serving.server import follow_alias
 from tests.serving import toy
 from tests.serving.toy import COMPUTE_S, Service, base64_of, chat, form, image_part, plain, png, source, toy_caption
@@ -418,11 +418,30 @@ def test_an_answer_without_a_question_has_no_note(route, request_, serve):
     assert "note" not in serve().post(route, **request_).json()
 
 
+@pytest.mark.parametrize(
+    ("route", "request_"), [(CAPTION, form(BEFORE, AFTER)), (CHAT, parts(IMAGE, SECOND_IMAGE))], ids=str
+)
+def test_a_request_without_a_question_asks_the_question_of_the_training(route, request_, serve, monkeypatch):
+    monkeypatch.setattr(toy.ToyCaptioner, "question", "How many are new?")
+    monkeypatch.setattr(toy.ToyCaptioner, "trained_question", "How many are new?")
+    answer = serve().post(route, **request_)
+    assert "(How many are new?)" in answer.text
+    assert "note" not in answer.json()
+    assert serve().get("/model").json()["question"] == "How many are new?"
+
+
+def test_an_answer_of_a_model_whose_question_is_unknown_has_a_note(serve, monkeypatch):
+    monkeypatch.setattr(toy.ToyCaptioner, "trained_question", None)
+    assert serve().post(CAPTION, **PAIR).json()["note"] == UNKNOWN_QUESTION_NOTE
+    monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
+    assert "note" not in serve().post(CAPTION, **PAIR).json(), "the model reads no question"
+
+
 def test_the_card_of_the_current_model_is_served(serve):
     data = TrainingData(dataset="minichange", is_drawn=True, pairs=2564)
     card = {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,)}
     served_card = serve(card=card).get("/model").json()
-    assert served_card == ModelCard("m3diff/1", **card).as_dict() | {"reads_question": True}
+    assert served_card == ModelCard("m3diff/1", **card).as_dict() | {"reads_question": True, "question": QUESTION}
     assert served_card["version"] == "1"
     assert served_card["knows_photographs"] is False
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from PIL import Image
 
 from m3diff.__main__ import DATA_REFUSED, USAGE, main
 from m3diff.images.enlarge import enlarge
+from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.records.errors import DataError, Fault
@@ -42,6 +44,10 @@ def images(tmp_path: Path) -> Path:
 
 def pairs(images: Path, count: int) -> list[PairToCaption]:
     return [PairToCaption(f"p{n}", images / f"{n}.png", images / f"{n + 1}.png") for n in range(count)]
+
+
+def opened_pairs(images: Path, count: int) -> list[tuple[Image.Image, Image.Image]]:
+    return [(load_image(pair.before), load_image(pair.after)) for pair in pairs(images, count)]
 
 
 def caption(checkpoint: Path, *arguments: object) -> int:
@@ -106,6 +112,7 @@ class Model:
 
     processor = SimpleNamespace(prepare_image=np.asarray, encode_prompt=lambda question: ())
     family = SimpleNamespace(reads_question=True)
+    trained_question = "What has changed?"
 
     def __init__(self, maps: np.ndarray | None) -> None:
         self.maps = maps
@@ -135,13 +142,26 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
             assert np.array_equal(side[SIDE // 2 :, SIDE // 2 :], image[SIDE // 2 :, SIDE // 2 :])
 
 
-@pytest.mark.parametrize(
-    ("question", "prompt"), [(None, QUESTION), ("Is a cup gone?", "Is a cup gone?")], ids=["none", "a question"]
-)
-def test_a_model_is_asked_the_question_or_what_changed(question, prompt, images):
+@pytest.mark.parametrize("question", [None, "Is a cup gone?"], ids=["none", "a question"])
+def test_a_model_is_asked_the_question_or_its_own(question, images):
     model: Any = Model(None)
     list(caption_pairs(model, pairs(images, 1), question, None))
-    assert model.questions == [prompt]
+    assert model.questions == [question]
+
+
+def test_a_checkpoint_is_asked_the_question_of_its_training_by_default(checkpoint, images, tmp_path):
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    question = "Is there a new object in the second image?"
+    captions = {}
+    for name, trained_on in (("trained", {"question": question}), ("earlier", None), ("empty", {"question": ""})):
+        shutil.copytree(checkpoint, tmp_path / name)
+        fields = {**manifest, "base": str(checkpoint / manifest["base"]), "trained_on": trained_on}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(fields))
+        captioner = load_captioner(tmp_path / name, 5)
+        captions[name] = [answer.caption for answer in caption_pairs(captioner, pairs(images, 3), None, None)]
+        assert captions[name] == captioner.caption(opened_pairs(images, 3), captioner.question)
+        assert captioner.question == (question if name == "trained" else QUESTION)
+    assert captions["earlier"] == captions["empty"] != captions["trained"]
 
 
 def test_a_model_gets_the_image_before_first(images):

@@ -64,6 +64,8 @@ class ToyCaptioner:
     )
     family = SimpleNamespace(reads_question=True)
     max_new_tokens = 64
+    question = QUESTION
+    trained_question = QUESTION
 
     def __init__(self, word: str) -> None:
         self.word = word

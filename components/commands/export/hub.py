@@ -44,7 +44,7 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
         DataError: the checkpoint is missing or incomplete, `out` exists, or the licence of a training dataset does not
             permit training or redistribution.
     """
-    from m3diff.models.checkpoint import verify_manifest, write_manifest
+    from m3diff.models.checkpoint import trained_question, verify_manifest, write_manifest
     from m3diff.models.generation import QUESTION
 
     if out.exists():
@@ -55,13 +55,14 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
     notices = licence_notices(training_specs, ("train", "redistribute"), allow_unlicensed)
     checkpoint = params.paths.model / "checkpoint"
     manifest = verify_manifest(checkpoint)
+    question = trained_question(manifest) or QUESTION
     family = find_family(checkpoint, manifest)
     example = find_example(params.paths, datasets)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
-        config = write_model(checkpoint, folder, family, params.predict.max_new_tokens, QUESTION)
+        config = write_model(checkpoint, folder, family, params.predict.max_new_tokens, question)
         for file_name, source in family.source_files(config).items():
             (folder / file_name).write_text(source, encoding="utf-8")
         if example is not None:
@@ -73,10 +74,15 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
             config=config,
             datasets=datasets,
             example=example,
-            question=QUESTION,
+            question=question,
         )
         (folder / "README.md").write_text(write_card(params, facts), encoding="utf-8")
-        write_manifest(folder, family=manifest["family"], base_sha256=manifest["base_sha256"])
+        write_manifest(
+            folder,
+            family=manifest["family"],
+            base_sha256=manifest["base_sha256"],
+            trained_on={"question": question},
+        )
         folder.rename(out)
     return notices
 

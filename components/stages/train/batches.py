@@ -98,6 +98,18 @@ def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
     return Samples(pl.concat(tables).filter(~named if chosen.excludes else named).rechunk())
 
 
+def find_usual_question(*splits: Samples) -> str | None:
+    """Return the most frequent question of the first split that has samples, or None if no split has any.
+
+    If several questions are equally frequent, the first in alphabetical order is returned.
+    """
+    for samples in splits:
+        if len(samples):
+            counts = samples.table["question"].value_counts().sort("count", "question", descending=[True, False])
+            return str(counts["question"][0])
+    return None
+
+
 def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL) -> Samples:
     """Return the training samples of the chosen datasets.
 

@@ -152,6 +152,8 @@ class Training:
             epochs=cfg.epochs,
             ranks=worker.ranks,
         )
+        # Validation asks the question of evaluation, while training may ask it in several wordings
+        self.question = batches.find_usual_question(validation_samples, training_samples)
         self.validation = Validation(job, validation_samples, worker, self.processor, self.device)
         augment = partial(self.family.augment, job.model) if self.family.augment else None
         self.loader = batches.Loader(
@@ -455,6 +457,7 @@ class Training:
                         family=job.model.family,
                         base=job.cfg.base,
                         base_sha256=job.base_sha256,
+                        trained_on={"question": self.question},
                     )
                     self.curve.write(job.out / CURVES_FILE)
         return self.schedule.steps if folder is None else state.step_of(folder)

@@ -18,7 +18,15 @@ from m3diff.models.device import Device
 from m3diff.models.fused import FLEX_BLOCK
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SAMPLE_SCHEMA
-from m3diff.stages.train.batches import SCHEMA, Loader, Samples, Schedule, read_samples, read_training_samples
+from m3diff.stages.train.batches import (
+    SCHEMA,
+    Loader,
+    Samples,
+    Schedule,
+    find_usual_question,
+    read_samples,
+    read_training_samples,
+)
 from tests.errors import raises
 
 
@@ -62,6 +70,24 @@ def samples(pairs: int = 7) -> Samples:
     rows = [(f"p{pair}", k) for pair in range(pairs) for k in range(1 + pair % 4)]
     values = [str(k) for _, k in rows]
     return Samples(pl.DataFrame({name: [pair for pair, _ in rows] if name == "record" else values for name in SCHEMA}))
+
+
+def asked(*questions: str) -> Samples:
+    return Samples(pl.DataFrame({name: list(questions) for name in SCHEMA}, schema=dict.fromkeys(SCHEMA, pl.String)))
+
+
+@pytest.mark.parametrize(
+    ("splits", "expected"),
+    [
+        ([asked("b", "a", "b"), asked("a", "a", "a")], "b"),
+        ([asked("b", "a"), asked("b")], "a"),
+        ([asked(), asked("c")], "c"),
+        ([asked(), asked()], None),
+    ],
+    ids=["most frequent", "alphabetical", "no validation", "no samples"],
+)
+def test_the_usual_question_is_that_of_validation(splits, expected):
+    assert find_usual_question(*splits) == expected
 
 
 def schedule(split_samples: Samples | None = None, **changes: int | float | None) -> Schedule:

@@ -157,10 +157,15 @@ def test_the_report_has_the_last_values_of_the_curves(undisturbed):
     assert report.module == {name: undisturbed.column(name)[-1] for name in MODULE_COLUMNS}
 
 
-def test_the_manifest_of_the_output_names_family_and_base(undisturbed, base):
+def test_the_manifest_of_the_output_names_family_base_and_question(undisturbed, base):
     checkpoint = undisturbed.folder / "out" / "checkpoint"
     manifest = verify_manifest(checkpoint)
     assert manifest["family"] == "m3diff"
+    assert (
+        manifest["trained_on"]
+        == verify_manifest(checkpoint / "adapters")["trained_on"]
+        == {"question": "What changed?"}
+    )
     assert manifest["base_sha256"] == sha256_of_folder(base)
     assert (checkpoint / manifest["base"]).resolve() == base.resolve()
 
