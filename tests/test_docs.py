@@ -208,7 +208,7 @@ def test_a_dataset_a_metric_and_a_family_from_outside_go_through_every_stage(par
     message = Message("datasets.unexpected_value", key="id", expected="a whole number")
     assert message.in_text(quarantine["reason"][0])
     trained = pl.read_parquet(paths.mixture / "train" / "*.parquet")
-    assert sorted(trained["reference"]) == ["it left", "the cup is gone", "the cup is gone"]
+    assert sorted(trained["answer"]) == ["it left", "the cup is gone", "the cup is gone"]
     manifest = json.loads((paths.model / "checkpoint" / "manifest.json").read_text())
     assert manifest["family"] == "adapted_vision"
     predictions = json.loads((paths.predictions / "predictions.json").read_text())

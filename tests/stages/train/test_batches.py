@@ -72,17 +72,17 @@ def samples(pairs: int = 7) -> Samples:
     return Samples(pl.DataFrame({name: [pair for pair, _ in rows] if name == "record" else values for name in SCHEMA}))
 
 
-def asked(*questions: str) -> Samples:
+def samples_of_questions(*questions: str) -> Samples:
     return Samples(pl.DataFrame({name: list(questions) for name in SCHEMA}, schema=dict.fromkeys(SCHEMA, pl.String)))
 
 
 @pytest.mark.parametrize(
     ("splits", "expected"),
     [
-        ([asked("b", "a", "b"), asked("a", "a", "a")], "b"),
-        ([asked("b", "a"), asked("b")], "a"),
-        ([asked(), asked("c")], "c"),
-        ([asked(), asked()], None),
+        ([samples_of_questions("b", "a", "b"), samples_of_questions("a", "a", "a")], "b"),
+        ([samples_of_questions("b", "a"), samples_of_questions("b")], "a"),
+        ([samples_of_questions(), samples_of_questions("c")], "c"),
+        ([samples_of_questions(), samples_of_questions()], None),
     ],
     ids=["most frequent", "alphabetical", "no validation", "no samples"],
 )
