@@ -20,7 +20,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from datasets import Dataset, disable_caching, disable_progress_bars
 
 SPLITS = ("train", "val", "test")
 MARKUP = re.compile(r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);")
-COPIED_FIELDS = ("dataset", "split")
+COPIED_FIELDS = ("dataset", "split", "images")
 UNIT_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes: macOS reports bytes, Linux KiB
 MASK = 2**64 - 1
 
@@ -71,12 +71,12 @@ class RecordCheck:
         self.max_caption_chars = max_caption_chars
         self.ids: set[str] = set()
         self.splits_of_scene: dict[str, set[str]] = {}
-        columns = records.select_columns(["scene", "split", "before_sha256", "after_sha256"])[:]
+        columns = records.select_columns(["scene", "split", "images"])[:]
         for scene, split in zip(columns["scene"], columns["split"], strict=True):
             if scene is not None:
                 self.splits_of_scene.setdefault(scene, set()).add(split)
-        images = zip(columns["split"], columns["before_sha256"], columns["after_sha256"], strict=True)
-        self.test_pairs = {frozenset((before, after)) for split, before, after in images if split == "test"}
+        images_by_row = zip(columns["split"], columns["images"], strict=True)
+        self.test_pairs = {frozenset(digests_of(images)) for split, images in images_by_row if split == "test"}
 
     def is_sound(self, record: Row) -> bool:
         """Return whether `validate` accepts the record."""
@@ -96,12 +96,15 @@ class RecordCheck:
 
     def has_sound_images(self, record: Row) -> bool:
         """Return whether both images exist and, outside the test split, are not the images of a test pair."""
-        if record["before_sha256"] is None or record["after_sha256"] is None:
+        images = record["images"]
+        if len(images) != 2 or None in digests_of(images) or not all(os.path.exists(image["uri"]) for image in images):
             return False
-        if not os.path.exists(record["before"]) or not os.path.exists(record["after"]):
-            return False
-        images = frozenset((record["before_sha256"], record["after_sha256"]))
-        return record["split"] == "test" or images not in self.test_pairs
+        return record["split"] == "test" or frozenset(digests_of(images)) not in self.test_pairs
+
+
+def digests_of(images: Sequence[Mapping[str, Any]]) -> list[bytes | None]:
+    """Return the digests of a record's images, in order."""
+    return [image["sha256"] for image in images]
 
 
 class Conversion:
@@ -124,7 +127,6 @@ class Conversion:
         else:
             numbered_texts = list(enumerate(texts))
         fields = {name: record[name] for name in COPIED_FIELDS}
-        fields["images"] = [{"uri": record[side], "sha256": record[f"{side}_sha256"]} for side in ("before", "after")]
         return [
             {"id": f"{record['id']}#{index}", "record": record["id"], **fields, "question": question, "answer": text}
             for index, text in numbered_texts

@@ -1,6 +1,7 @@
 """Write small datasets in their exact layouts on disk."""
 
 import csv
+import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,17 @@ from m3diff.stages.validate.stage import ValidateReport, validate
 from m3diff.stages.validate.suite import ExpectationResult
 
 
-def images_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the images of a record as the column `images` of a sample has them."""
-    return [{"uri": record[side], "sha256": record[f"{side}_sha256"]} for side in ("before", "after")]
+def list_images(*paths: Path | str) -> list[dict[str, Any]]:
+    """Return the column `images` of a record whose images are these files."""
+    return [{"uri": str(path), "sha256": hashlib.sha256(Path(path).read_bytes()).digest()} for path in paths]
+
+
+def uris_of(record: Mapping[str, Any]) -> list[str | None]:
+    return [image["uri"] for image in record["images"]]
+
+
+def digests_of(record: Mapping[str, Any]) -> list[bytes | None]:
+    return [image["sha256"] for image in record["images"]]
 
 
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}

@@ -188,11 +188,12 @@ def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
     out.mkdir(parents=True)
     rows: list[dict[str, Any]] = []
     for number, split in enumerate(json.loads((root / "pairs.json").read_text())):
-        images = {side: root / folder / f"{number}.png" for side, folder in SIDES.items()}
-        digests = {f"{side}_sha256": hashlib.sha256(path.read_bytes()).digest() for side, path in images.items()}
-        paths_by_side = {side: str(path) for side, path in images.items()}
+        images = []
+        for folder in SIDES.values():
+            path = root / folder / f"{number}.png"
+            images.append({"uri": str(path), "sha256": hashlib.sha256(path.read_bytes()).digest()})
         row = {"id": f"{name}/{number:06d}.png", "dataset": name, "split": split, "references": ["it became red"]}
-        rows.append(row | paths_by_side | digests)
+        rows.append(row | {"images": images})
     write_rows(out / "records.parquet", rows)
     if (root / "grammar.json").is_file():
         shutil.copy(root / "grammar.json", out)
@@ -223,11 +224,13 @@ def validate(params: dict[str, Any], paths: dict[str, Path]) -> None:
 
 def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     questions = Path(params["convert"]["questions"]).read_text()
-    columns = ("id", "dataset", "split", "before", "after", "before_sha256", "after_sha256")
+    columns = ("id", "dataset", "split", "images")
     rows = read_rows(paths["clean"] / "records.parquet")
     for split in ("train", "val", "test"):
-        samples = [{name: row[name] for name in columns} | {"pair": row["id"]} for row in rows if row["split"] == split]
-        texts = {"question": questions, "reference": f"sampled with {params['convert']['seed']}"}
+        samples = [
+            {name: row[name] for name in columns} | {"record": row["id"]} for row in rows if row["split"] == split
+        ]
+        texts = {"question": questions, "answer": f"sampled with {params['convert']['seed']}"}
         (paths["mixture"] / split).mkdir()
         write_rows(paths["mixture"] / split / "00000.parquet", [sample | texts for sample in samples])
     train = Counter(row["dataset"] for row in rows if row["split"] == "train")
@@ -267,7 +270,7 @@ def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
     captioner = generation.load_captioner(paths["model"] / "checkpoint", params["predict"]["max_new_tokens"])
     rows = []
     for sample in read_rows(paths["mixture"] / "test" / "00000.parquet"):
-        pair = (images.load_image(sample["before"]), images.load_image(sample["after"]))
+        pair = tuple(images.load_image(image["uri"]) for image in sample["images"])
         rows.append({"image_id": sample["id"], "caption": captioner.caption([pair])[0]})
     for file in ("predictions.json", "predictions_shuffled.json", "predictions_reversed.json"):
         (paths["predictions"] / file).write_text(json.dumps(rows))

@@ -156,7 +156,7 @@ def measure_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any
 
 def prepared_images(captioner: Captioner, row: Mapping[str, Any]) -> list[np.ndarray]:
     """Return the before-image and the after-image of a record, prepared by the model's processor."""
-    return [captioner.processor.prepare_image(load_image(Path(row[side]))) for side in ("before", "after")]
+    return [captioner.processor.prepare_image(load_image(image["uri"])) for image in row["images"]]
 
 
 def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:

@@ -10,7 +10,6 @@ bytes of their images, but not on anything else in the image folder.
 from pathlib import Path
 from typing import Literal, get_args
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -38,16 +37,16 @@ CHANGE_TYPES: tuple[ChangeType, ...] = get_args(ChangeType)
 
 NO_CHANGE = "none"  # change type of a distractor, a pair in which only camera, light or noise differ slightly
 
+IMAGE = pa.struct([("uri", pa.string()), ("sha256", pa.binary())])  # an `ImageRef`
+
 RECORD_SCHEMA = pa.schema(
     [
         ("id", pa.string()),  # "<dataset>/<name>", unique in the whole mixture
         ("dataset", pa.string()),
         ("split", pa.string()),  # one of SPLITS
         ("scene", pa.string()),  # "<dataset>/<scene>"; all pairs of a scene must be in the same split
-        ("before", pa.string()),  # image path, relative to the project or absolute
-        ("after", pa.string()),
-        ("before_sha256", pa.binary()),  # digest of the image file, 32 bytes; null if the file could not be read
-        ("after_sha256", pa.binary()),
+        # The image before, then the image after; in raw records, what cannot be read is null
+        ("images", pa.list_(IMAGE)),
         ("references", pa.list_(pa.string())),  # all references in the dataset's order, including empty references
         ("change_types", pa.list_(pa.string())),  # CHANGE_TYPES, types of the dataset, [NO_CHANGE], or [] if unknown
         ("source", pa.string()),  # file and row or key of the record, for messages
@@ -62,8 +61,6 @@ RAW_SCHEMA = pa.schema(  # schema of the files that ingest writes
     ]
 )
 
-IMAGE = pa.struct([("uri", pa.string()), ("sha256", pa.binary())])  # an `ImageRef`
-
 SAMPLE_SCHEMA = pa.schema(
     [
         ("id", pa.string()),  # "<record id>#<reference number>"; for a repeated pair, followed by "x<copy number>"
@@ -75,21 +72,6 @@ SAMPLE_SCHEMA = pa.schema(
         ("answer", pa.string()),  # the answer to train on: one reference of the record, or all references joined
     ]
 )
-
-
-def pair_images(pairs: pa.Table) -> pa.ListArray:
-    """Return the column `images` of SAMPLE_SCHEMA for pairs with the columns `before`, `after` and their digests.
-
-    The arrays are interleaved as a whole, because polars takes six seconds to build the lists of 896k pairs.
-    """
-    order = np.arange(2 * len(pairs)).reshape(2, -1).T.ravel()  # before, after, before, after, ...
-    uris = pa.chunked_array([*pairs["before"].chunks, *pairs["after"].chunks], pa.string()).combine_chunks()
-    digests = pa.chunked_array(
-        [*pairs["before_sha256"].chunks, *pairs["after_sha256"].chunks], pa.binary()
-    ).combine_chunks()
-    images = pa.StructArray.from_arrays([uris.take(order), digests.take(order)], fields=list(IMAGE))
-    offsets = pa.array(np.arange(0, 2 * len(pairs) + 1, 2), pa.int32())
-    return pa.ListArray.from_arrays(offsets, images)
 
 
 def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> pa.Table:

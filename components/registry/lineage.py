@@ -94,7 +94,7 @@ def hash_test_set(paths: Paths) -> str:
     """
     digest = hashlib.sha256()
     for record in captioned_records(paths):
-        image_hashes = [record["before_sha256"].hex(), record["after_sha256"].hex()]
+        image_hashes = [image["sha256"].hex() for image in record["images"]]
         digest.update(json.dumps([record["id"], record["references"], *image_hashes]).encode())
     return digest.hexdigest()
 
@@ -105,7 +105,7 @@ def captioned_records(paths: Paths) -> Iterator[dict[str, Any]]:
     with data_error_if_unreadable(predictions_file):
         predictions = json.loads(predictions_file.read_text())
     records_file = paths.clean / "records.parquet"
-    columns = ["id", "before", "after", "before_sha256", "after_sha256", "references"]
+    columns = ["id", "images", "references"]
     with data_error_if_unreadable(records_file):
         table = pq.read_table(records_file, columns=columns).sort_by("id")
     # Cast, because an empty list would have the type null

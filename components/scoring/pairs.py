@@ -79,13 +79,14 @@ def read_test_records(clean: Path) -> dict[str, EvalPair]:
 
 def pair_of_record(row: Mapping[str, Any]) -> EvalPair:
     """Convert a record to a pair without predictions."""
+    before, after = row["images"]
     return EvalPair(
         id=row["id"],
         dataset=row["dataset"],
-        before=Path(row["before"]),
-        after=Path(row["after"]),
-        before_sha256=row["before_sha256"],
-        after_sha256=row["after_sha256"],
+        before=Path(before["uri"]),
+        after=Path(after["uri"]),
+        before_sha256=before["sha256"],
+        after_sha256=after["sha256"],
         references=row["references"] or [""],  # as in COCO files, where a pair without any text has one empty reference
         change_types=row["change_types"] or [],
     )

@@ -184,10 +184,10 @@ class TrainingRecord:
         table = self._recorded_file(self.lock.output("validate", "records.parquet"), "validate outs")
         examples: list[Example] = []
         for row in rows_of_test_split(table, datasets):
-            files = {side: self.root / row[side] for side in SIDES}
-            if all(_is_unchanged(files[side], row[f"{side}_sha256"]) for side in SIDES):
+            before, after = (self.root / image["uri"] for image in row["images"])
+            if all(_is_unchanged(self.root / image["uri"], image["sha256"]) for image in row["images"]):
                 key = hashlib.sha256(f"{model}\0{row['id']}".encode()).hexdigest()[:12]
-                examples.append(Example(key=key, id=row["id"], reference=row["reference"], **files))
+                examples.append(Example(key=key, id=row["id"], reference=row["reference"], before=before, after=after))
             if len(examples) == MAX_EXAMPLES:
                 break
         return tuple(examples)
@@ -232,12 +232,16 @@ def rows_of_test_split(table: Path, datasets: list[str]) -> Iterator[dict[str, A
     import polars as pl  # imported here because `m3diff caption` uses the card without this table
 
     rows = pl.scan_parquet(table).filter(pl.col("split") == "test", pl.col("dataset").is_in(datasets)).sort("id")
+    with data_error_if_unreadable(table):
+        has_images = "images" in rows.collect_schema()
+    if not has_images:  # a version from before records had a list of images
+        images = [pl.struct(uri=pl.col(side), sha256=pl.col(f"{side}_sha256")) for side in SIDES]
+        rows = rows.with_columns(images=pl.concat_list(images))
     position_in_dataset = pl.int_range(pl.len()).over("dataset")
     candidates = rows.sort(position_in_dataset, "dataset").head(MAX_CANDIDATES)
-    digests = [f"{side}_sha256" for side in SIDES]
     reference = pl.col("references").list.first().fill_null("").alias("reference")
     with data_error_if_unreadable(table):
-        pairs = candidates.select("id", *SIDES, *digests, reference).collect().to_dicts()
+        pairs = candidates.select("id", "images", reference).collect().to_dicts()
     yield from pairs
 
 

@@ -25,7 +25,6 @@ from m3diff.stages.evaluate.stage import evaluate
 from tests.chat import Fault as ServerFault
 from tests.chat import Server, chat_server
 from tests.errors import raises
-from tests.layouts import images_of
 from tests.scoring import bench
 
 REFUSED = {"content": None, "refusal": "I will not say."}
@@ -51,7 +50,7 @@ def folders(tmp_path: Path) -> bench.Folders:
             "record": record["id"],
             "dataset": record["dataset"],
             "split": record["split"],
-            "images": images_of(record),
+            "images": record["images"],
             "question": f"What changed in pair {record['id'].rpartition('/')[2]}?",
         }
         rows += [fields | {"id": f"{record['id']}#{k}", "answer": text} for k, text in enumerate(record["references"])]

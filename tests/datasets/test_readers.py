@@ -796,10 +796,8 @@ def test_images_inside_parquet_are_written_beside_the_records_byte_by_byte(tmp_p
         run_ingest(root, "pairs", "own", **options)
         records = pl.read_parquet(tmp_path / "records/own/records.parquet")
         assert records["fault"].to_list() == [None] * 4
-        for pair, paths_of_pair in zip(
-            ((1, 2), (3, 4), (5, 1), (6, 7)), records.select("before", "after").rows(), strict=True
-        ):
-            assert [Path(path).read_bytes() for path in paths_of_pair] == [data[number] for number in pair]
+        for pair, images_of_pair in zip(((1, 2), (3, 4), (5, 1), (6, 7)), records["images"], strict=True):
+            assert [Path(image["uri"]).read_bytes() for image in images_of_pair] == [data[number] for number in pair]
         images = list((tmp_path / "records/own/images").iterdir())
         assert len(images) == 7
         assert {path.suffix for path in images} == {".png"}

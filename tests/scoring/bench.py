@@ -29,6 +29,7 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import evaluate
+from tests.layouts import list_images
 from tests.toy import REPOSITORY
 
 GRAMMAR = {
@@ -130,11 +131,10 @@ def write(root: Path, reader: str = "pairs") -> Folders:
 
 def record(root: Path, name: str, change_types: list[str], references: list[str]) -> dict[str, Any]:
     blues = {"before": 120, "after": 220}
-    images = {side: paint(root / f"{name}_{side}.png", (40 * int(name), 90, blue)) for side, blue in blues.items()}
+    images = [paint(root / f"{name}_{side}.png", (40 * int(name), 90, blue)) for side, blue in blues.items()]
     fields = {"id": f"toy/{name}", "dataset": "toy", "split": "test", "scene": f"toy/{name}", "source": "bench.py"}
-    digests = {f"{side}_sha256": digest(path) for side, path in images.items()}
-    paths = {side: str(path) for side, path in images.items()}
-    return fields | paths | digests | {"references": references, "change_types": change_types}
+    texts = {"references": references, "change_types": change_types}
+    return fields | texts | {"images": list_images(*images)}
 
 
 def paint(path: Path, colour: tuple[int, int, int]) -> Path:

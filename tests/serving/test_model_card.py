@@ -35,13 +35,13 @@ CHECKPOINT = "data/05_model/checkpoint"
 
 def write_pair(root: Path, number: int, shade: int) -> dict[str, Any]:
     """Write the images of a pair and return its fields in the table of records."""
-    fields: dict[str, Any] = {}
+    images = []
     for side in ("before", "after"):
         path = f"data/01_raw/mini/{side}_{number}.png"
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (number, shade, len(side))).save(root / path)
-        fields |= {side: path, f"{side}_sha256": hashlib.sha256((root / path).read_bytes()).digest()}
-    return fields
+        images.append({"uri": path, "sha256": hashlib.sha256((root / path).read_bytes()).digest()})
+    return {"images": images}
 
 
 def write_records(root: Path, shade: int = 0, pairs: int = 8) -> None:
@@ -292,6 +292,15 @@ def test_datasets_take_turns_and_one_that_must_not_be_shown_is_left_out(tmp_path
     pl.DataFrame(rows).write_parquet(tmp_path / "records.parquet")
     test_rows = rows_of_test_split(tmp_path / "records.parquet", ["a", "b"])
     assert [row["id"] for row in test_rows] == ["a/1", "b/1", "a/3", "b/3"]
+
+
+def test_a_version_from_before_records_had_a_list_of_images_has_examples(tmp_path):
+    row = {"id": "a/1", "dataset": "a", "split": "test", "references": ["it fell"]}
+    old_images = {"before": "1.png", "after": "2.png", "before_sha256": b"1", "after_sha256": b"2"}
+    pl.DataFrame([row | old_images]).write_parquet(tmp_path / "records.parquet")
+    (example,) = rows_of_test_split(tmp_path / "records.parquet", ["a"])
+    assert example["images"] == [{"uri": "1.png", "sha256": b"1"}, {"uri": "2.png", "sha256": b"2"}]
+    assert example["reference"] == "it fell"
 
 
 def test_a_damaged_table_is_named(tmp_path):

@@ -153,7 +153,8 @@ def test_a_run_on_a_teams_servers_comes_back_in_a_second_clone_with_only_the_rem
     assert toy.status(out) == {}
 
     rows = toy.read_rows(out / "data" / "04_mixture" / "test" / "00000.parquet")
-    pairs = [{side: str(out / row[side]) for side in ("before", "after")} for row in rows]
+    paths = [[str(out / image["uri"]) for image in row["images"]] for row in rows]
+    pairs = [{"before": before, "after": after} for before, after in paths]
     predictions = json.loads((out / "data" / "06_predictions" / "predictions.json").read_text())
     assert [row["image_id"] for row in predictions] == [row["id"] for row in rows]
     captions = [row["caption"] for row in predictions]

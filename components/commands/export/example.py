@@ -51,14 +51,15 @@ def find_example(paths: Paths, datasets: Sequence[MixtureDataset]) -> ExamplePai
     if not candidates:
         return None
     record = min(candidates, key=lambda candidate: free_datasets.index(candidate["dataset"]))
-    for side in ("before", "after"):
-        path = Path(record[side])
-        if not path.is_file() or sha256(path) != record[f"{side}_sha256"].hex():
+    before, after = record["images"]
+    for image in (before, after):
+        path = Path(image["uri"])
+        if not path.is_file() or sha256(path) != image["sha256"].hex():
             raise DataError("export.example_changed", path=path, command=command_to_read_again(path))
     return ExamplePair(
         id=record["id"],
-        before=Path(record["before"]),
-        after=Path(record["after"]),
+        before=Path(before["uri"]),
+        after=Path(after["uri"]),
         references=record["references"],
         caption=captions[record["id"]],
     )

@@ -97,7 +97,7 @@ class FolderContent:
         wrong = [
             record
             for record in self.records
-            if record["fault"] or record["before"] in unusable or record["after"] in unusable
+            if record["fault"] or any(image["uri"] in unusable for image in record["images"])
         ]
         return 2 * len(wrong) >= len(self.records)
 
@@ -139,7 +139,7 @@ def _read_content(name: str, entry: DatasetEntry) -> FolderContent:
     records, _ = to_records(name, entry_of_own_splits, map(_with_paths, rows))
     images: dict[str, None] = {}
     for record in records:
-        images |= dict.fromkeys(path for path in (record["before"], record["after"]) if path)
+        images |= dict.fromkeys(image["uri"] for image in record["images"] if image["uri"])
     files = [path for path in images if EMBEDDED_MARK not in path]
     odd_captions = odd_captions_of(entry, rows)
     doubts = find_doubts(rows, entry.options, is_user_dataset=entry.reader == "pairs", odd_captions=odd_captions)

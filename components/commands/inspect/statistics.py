@@ -115,9 +115,7 @@ def _choose_pairs(records: pl.DataFrame) -> list[dict[str, Any]]:
     """
     with_caption = records.filter(pl.col("references").list.eval(pl.element() != "").list.any())
     rows = sorted(with_caption.iter_rows(named=True), key=lambda row: hashlib.sha256(row["id"].encode()).digest())
-    return [
-        row | {"before": _thumbnail(row["before"]), "after": _thumbnail(row["after"])} for row in rows[:SHOWN_PAIRS]
-    ]
+    return [row | {"images": [_thumbnail(image["uri"]) for image in row["images"]]} for row in rows[:SHOWN_PAIRS]]
 
 
 def _thumbnail(path: str) -> str:

@@ -74,10 +74,7 @@ def samples_of_dataset(name: str, entry: DatasetEntry, convert: Convert) -> pl.D
     spec = DATASETS[entry.reader]
     rows, _ = read_with_notes(spec, entry.root, entry.options)
     records, _ = to_records(name, entry, map(_without_embedded_images, rows))
-    no_digests = {"before_sha256": None, "after_sha256": None}
-    training_records = [
-        record | no_digests for record in records if record["fault"] is None and record["split"] == "train"
-    ]
+    training_records = [record for record in records if record["fault"] is None and record["split"] == "train"]
     if not training_records:
         raise DataError("plan.no_training_pair", path=entry.root)
     pairs = pl.DataFrame(pa.Table.from_pylist(training_records, RAW_SCHEMA))

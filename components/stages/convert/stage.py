@@ -23,7 +23,6 @@ from typing import Annotated
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from numpy.typing import NDArray
@@ -33,18 +32,11 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import SplitCount
 from m3diff.records.errors import DataError, ParamsError, cause_of, data_error_if_unreadable
 from m3diff.records.files import StageReport
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table, pair_images
+from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
 from m3diff.stages.convert.params import Convert, MixtureSource
 from m3diff.stages.ingest.params import DatasetEntry
 
-# Columns of samples before they are written: those of the records, whose images are joined to one column last
-FLAT_SCHEMA = pa.schema(
-    [
-        *(SAMPLE_SCHEMA.field(name) for name in SAMPLE_SCHEMA.names if name != "images"),
-        *(RECORD_SCHEMA.field(name) for name in ("before", "after", "before_sha256", "after_sha256")),
-    ]
-)
-COLUMNS = [*FLAT_SCHEMA.names, "order"]
+COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
 
 # Size of M3Diff's training mixture according to the paper (section 5.2): "145k pairs and 896k question-answer samples"
 PAPER_SAMPLES = 896_000
@@ -241,14 +233,8 @@ def _write_shards(samples: pl.DataFrame, folder: Path) -> None:
     boundaries = np.unique([0, *cuts_between_pairs, len(order)])
     # Gather one shard at a time, because a sorted copy of all samples would double the memory
     for number, (start, end) in enumerate(pairwise(boundaries)):
-        table = samples[rows[start:end]].to_arrow().select(FLAT_SCHEMA.names).cast(FLAT_SCHEMA)
-        columns = {name: pair_images(table) if name == "images" else table[name] for name in SAMPLE_SCHEMA.names}
-        pq.write_table(
-            pa.table(columns, SAMPLE_SCHEMA),
-            folder / f"{number:05d}.parquet",
-            compression="zstd",
-            row_group_size=ROW_GROUP,
-        )
+        shard = samples.select(SAMPLE_SCHEMA.names)[rows[start:end]].to_arrow().cast(SAMPLE_SCHEMA)
+        pq.write_table(shard, folder / f"{number:05d}.parquet", compression="zstd", row_group_size=ROW_GROUP)
 
 
 def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFrame:

@@ -24,6 +24,7 @@ from m3diff.datasets.doubts import as_yaml, find_doubts
 from m3diff.datasets.files import describe, fault_of_path, is_inside, require_utf8
 from m3diff.datasets.odd_captions import OddCaptions
 from m3diff.datasets.spec import Row, read_with_notes, unexpected, unpack_images
+from m3diff.datasets.tables import SIDES
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, is_utf8
@@ -132,15 +133,13 @@ def _print_notes(
 
 
 def _add_digests(name: str, records: list[dict[str, Any]], image_cache: Path) -> pl.DataFrame:
-    """Add the SHA-256 of both images to each record, and return the results of `check_images`."""
-    paths: list[str | None] = []
-    for record in records:
-        paths += [record["before"], record["after"]]
+    """Add the SHA-256 of its images to each record, and return the results of `check_images`."""
+    paths = [image["uri"] for record in records for image in record["images"]]
     images = check_images(pl.Series(paths, dtype=pl.String), MAX_DECODED_PIXELS, image_cache, f"ingest {name}")
     digests = dict(images.select("path", "digest").iter_rows())
     for record in records:
-        record["before_sha256"] = digests.get(record["before"])
-        record["after_sha256"] = digests.get(record["after"])
+        for image in record["images"]:
+            image["sha256"] = digests.get(image["uri"])
     return images
 
 
@@ -204,15 +203,18 @@ def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callabl
     name = _usable_text("id", row.name, faults)
     scene = _usable_text("scene", row.scene, faults)
     split = _usable_text("split", row.split, faults)
-    before, after = row.images or (None, None)
+    images = []
+    if len(row.images) not in (0, len(SIDES)):
+        faults.append(unexpected("images", "two images", list(row.images)))
+    for side, image in zip(SIDES, row.images, strict=False):
+        images.append({"uri": _image_path(side, entry, image, faults, is_in_roots), "sha256": None})
     return {
         "id": name and f"{dataset}/{name}",
         "dataset": dataset,
         "split": "train" if split in entry.train_on else split,
         "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
-        "before": _image_path("before", entry, before, faults, is_in_roots),
-        "after": _image_path("after", entry, after, faults, is_in_roots),
+        "images": images,
         "references": _usable_references(row.references, faults),
         "change_types": row.change_types,
         "source": _escape_surrogates(row.source),

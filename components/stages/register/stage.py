@@ -316,8 +316,5 @@ def copy_code(scratch: Path) -> Path:
 def build_example(paths: Paths) -> pd.DataFrame:
     """Return an example input of the model: a test pair with its images in base64."""
     record = next(lineage.captioned_records(paths))
-    images: dict[str, str] = {}
-    for side in ("before", "after"):
-        content = Path(record[side]).read_bytes()
-        images[side] = base64.b64encode(content).decode()
-    return pd.DataFrame([images])
+    before, after = (base64.b64encode(Path(image["uri"]).read_bytes()).decode() for image in record["images"])
+    return pd.DataFrame([{"before": before, "after": after}])

@@ -77,7 +77,7 @@ def compare_images_of_pairs(
 
     Args:
         pairs: as `select_valid_pairs` returns them.
-        table: all records, with RAW_SCHEMA.
+        table: all records, with RAW_SCHEMA and the columns of `add_image_columns`.
         compare_px: side of the square image that the model sees, in pixels.
         cache: Parquet file that caches comparisons by content.
         stage: name of the stage, for the progress line.
@@ -127,7 +127,7 @@ def list_findings(
         likeness: as `compare_images_of_pairs` returns it.
         quarantined_rows: the quarantined rows. Their images are examined, too, except in the search for images that
             occur in several splits.
-        table: all records, with RAW_SCHEMA.
+        table: all records, with RAW_SCHEMA and the columns of `add_image_columns`.
         images: verdicts on image files, as `check_images` returns them.
     """
     pair_sources = table[pairs["row"]].select("dataset", "source", "before_sha256")

@@ -244,13 +244,13 @@ def compute_facts(
     The columns are `row`, the columns of the records except lists, and the computed facts.
 
     Args:
-        records: records with RAW_SCHEMA.
+        records: records with RAW_SCHEMA and the columns of `add_image_columns`.
         images: verdicts by path, as `check_images` returns them.
         leaks: `row`, `twin` and `twin_similarity` of the training pairs that are also in a test set, as `find_twins`
             returns them.
         likeness: `row` and `no_change_reason` of pairs with similar images, as `compare_images_of_pairs` returns them.
     """
-    rows = records.drop("references", "change_types").with_row_index("row")
+    rows = records.drop("images", "references", "change_types").with_row_index("row")
     rows = rows.hstack(_reference_facts(records["references"]))
     for side in SIDES:
         verdict = pl.col("verdict").alias(f"{side}_image")

@@ -104,7 +104,7 @@ class CheckResults:
     """The results of all checks, before anything is written.
 
     Attributes:
-        records: all rows, with RAW_SCHEMA.
+        records: all rows, with RAW_SCHEMA and the columns of `add_image_columns`.
         images: verdicts on image files, as `check_images` returns them.
         facts: facts about each row, as `compute_facts` returns them.
         rules: the rules that were checked.
@@ -207,7 +207,7 @@ def check_records(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cach
     """
     files = [records / name / "records.parquet" for name in entries]
     tables = [load_table(file, RAW_SCHEMA, "ingest", if_empty="validate.no_record") for file in files]
-    table = pl.concat([pl.DataFrame(table) for table in tables])
+    table = add_image_columns(pl.concat([pl.DataFrame(table) for table in tables]))
     images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
     _require_unchanged_images(table, images, entries)
     pairs = select_valid_pairs(table, images)
@@ -276,6 +276,18 @@ def flag_counted_rows(check_results: CheckResults, allow_lost_test_pairs: bool) 
     if allow_lost_test_pairs:
         is_missing &= pl.col("own_split").ne_missing("test")
     return check_results.facts.select(is_counted=(~is_missing).cast(pl.Int64))["is_counted"]
+
+
+def add_image_columns(records: pl.DataFrame) -> pl.DataFrame:
+    """Add the columns `before`, `after`, `before_sha256` and `after_sha256`, which the checks read.
+
+    They contain the paths and digests of `images`, and are null if a record has no such image.
+    """
+    columns: dict[str, pl.Expr] = {}
+    for position, side in enumerate(SIDES):
+        image = pl.col("images").list.get(position, null_on_oob=True).struct
+        columns |= {side: image.field("uri"), f"{side}_sha256": image.field("sha256")}
+    return records.with_columns(**columns)
 
 
 def _require_unchanged_images(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:

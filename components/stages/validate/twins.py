@@ -28,7 +28,7 @@ def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFr
     """Return the pairs whose two images are valid, with thumbnails and a number for each distinct image content.
 
     Args:
-        records: records with RAW_SCHEMA.
+        records: records with RAW_SCHEMA and the columns of `add_image_columns`.
         images: as `check_images` returns them.
 
     Returns:

@@ -32,7 +32,7 @@ from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from tests.errors import Message, raises
-from tests.layouts import make_entry
+from tests.layouts import list_images, make_entry, uris_of
 from tests.models.llava15 import write_llava15
 from tests.tiny import BASE, MDP, SEPARATE, colour_image, onediff_settings, tiny_base, tiny_checkpoint, tiny_settings
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
@@ -88,7 +88,7 @@ def run_of(root: Path, base: Path, settings: Any) -> Params:
     run = changed(load_params(EMBEDDED), "ingest", datasets={"toy": make_entry("pairs", root)})
     run = changed(changed(run, "train", base=base), "predict", max_new_tokens=MAX_NEW_TOKENS)
     run = changed(run, "paths", **paths)
-    captions = texts(run, generate_tokens(run, [(row["before"], row["after"]) for row in rows], QUESTION))
+    captions = texts(run, generate_tokens(run, [tuple(uris_of(row)) for row in rows], QUESTION))
     predictions = [{"image_id": row["id"], "caption": text} for row, text in zip(rows, captions, strict=True)]
     write_json(root / "predictions" / "predictions.json", predictions)
     return run
@@ -98,10 +98,10 @@ def record(images: Path, number: int) -> dict[str, Any]:
     """A test pair; the first has no change."""
     images.mkdir(exist_ok=True)
     row: dict[str, Any] = {"id": f"toy/{number}", "dataset": "toy", "split": "test"}
-    for number_of_side, side in enumerate(("before", "after")):
-        path = images / f"{number}{'ab'[number_of_side]}.png"
+    paths = (images / f"{number}a.png", images / f"{number}b.png")
+    for number_of_side, path in enumerate(paths):
         colour_image(20 * number + number_of_side, (40, 30 + number)).save(path)
-        row |= {side: str(path), f"{side}_sha256": bytes.fromhex(sha256(path))}
+    row["images"] = list_images(*paths)
     return row | {"references": [f"reference {number}"], "change_types": ["color" if number else "none"]}
 
 
@@ -599,7 +599,9 @@ def test_a_missing_checkpoint_is_refused_before_anything_is_written(shared, tmp_
 
 def test_an_example_whose_images_changed_since_ingest_is_refused(shared, tmp_path):
     rows = pq.read_table(shared.run.paths.clean / "records.parquet").to_pylist()
-    write_records(tmp_path / "clean", [row | {"after_sha256": bytes(32)} for row in rows])
+    for row in rows:
+        row["images"][1]["sha256"] = bytes(32)
+    write_records(tmp_path / "clean", rows)
     image = Path(shared.pairs[1][1])
     with raises(DataError, "export.example_changed", path=image, command=command_to_read_again(image)):
         export_hub(changed(shared.run, "paths", clean=tmp_path / "clean"), tmp_path / "out")

@@ -18,7 +18,7 @@ from m3diff.datasets.spec import Permission
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA
 from tests.errors import Message, raises
-from tests.layouts import save_picture
+from tests.layouts import list_images, save_picture, uris_of
 
 
 def record(name: str, split: str = "train", references: tuple[str, ...] = ("it moved",), types=("color",), dataset="d"):
@@ -36,8 +36,8 @@ def record(name: str, split: str = "train", references: tuple[str, ...] = ("it m
 
 def write_clean(folder: Path, records: list[dict]) -> Path:
     for number, row in enumerate(records):
-        row["before"] = str(save_picture(folder / f"{number}.png", number))
-        row["after"] = str(save_picture(folder / f"{number}_2.png", number, 90))
+        before = save_picture(folder / f"{number}.png", number)
+        row["images"] = list_images(before, save_picture(folder / f"{number}_2.png", number, 90))
     pq.write_table(pa.Table.from_pylist(records, schema=RECORD_SCHEMA), folder / "records.parquet")
     return folder
 
@@ -119,7 +119,7 @@ def test_the_page_fetches_nothing_and_is_equal_for_equal_records(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     for record_of in records:
-        Image.new("RGB", (800, 400)).save(record_of["before"], exif=exif)
+        Image.new("RGB", (800, 400)).save(uris_of(record_of)[0], exif=exif)
     write_statistics(folder)
     page = (tmp_path / "statistics.html").read_text()
     first_image = re.search(r'base64,([^"]+)" alt="before"', page)[1]

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -14,7 +15,7 @@ from m3diff.stages.convert import stage
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.convert.stage import PAPER_DATASETS, ConvertReport, convert, load_questions, require_test_pairs
 from tests.errors import raises
-from tests.layouts import images_of, make_entry
+from tests.layouts import make_entry
 
 QUESTIONS = Path("profiles/questions.yaml")
 LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_pair": 5, "no_change_share": 1.0, "sources": {}}
@@ -22,9 +23,9 @@ READERS = {"edits": "iedit", "birds": "birds_to_words"}  # of datasets of these 
 
 
 def record(name: str, split: str = "train", references: tuple[str, ...] = ("it moved",), types=("color",), dataset="d"):
-    values = dict.fromkeys(("id", "scene"), f"{dataset}/{name}") | {"dataset": dataset, "split": split}
-    for side, image in (("before", f"{name}.png"), ("after", f"{name}_2.png")):
-        values |= {side: image, f"{side}_sha256": hashlib.sha256(image.encode()).digest()}
+    values: dict[str, Any] = dict.fromkeys(("id", "scene"), f"{dataset}/{name}") | {"dataset": dataset, "split": split}
+    uris = (f"{name}.png", f"{name}_2.png")
+    values["images"] = [{"uri": uri, "sha256": hashlib.sha256(uri.encode()).digest()} for uri in uris]
     return values | {"references": [*references], "change_types": [*types], "source": f"row {name}"}
 
 
@@ -165,7 +166,7 @@ def test_a_sample_has_every_field_of_its_record(tmp_path):
         "record": "d/a",
         "dataset": "d",
         "split": "val",
-        "images": images_of(values),
+        "images": values["images"],
         "question": load_questions(QUESTIONS)["difference"][0],
         "answer": "x",
     }

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.stages.ingest import stage
 from m3diff.stages.ingest.stage import to_records
 from tests.errors import Message
-from tests.layouts import edit_json, make_entry, run_ingest, save_picture, write_clevr, write_json, write_spot
+from tests.layouts import (
+    digests_of,
+    edit_json,
+    list_images,
+    make_entry,
+    run_ingest,
+    save_picture,
+    uris_of,
+    write_clevr,
+    write_json,
+    write_spot,
+)
 
 
 @pytest.fixture
@@ -46,17 +58,14 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
     record, record_of_distractor = records_of(raw.parent)[:2]
     assert record == {
         **{"id": "mini/000003.png", "dataset": "mini", "scene": "mini/000003", "split": "train", "own_split": "train"},
-        "before": f"{raw}/images/CLEVR_default_000003.png",
-        "after": f"{raw}/sc_images/CLEVR_semantic_000003.png",
-        "before_sha256": sha256(raw / "images/CLEVR_default_000003.png"),
-        "after_sha256": sha256(raw / "sc_images/CLEVR_semantic_000003.png"),
+        "images": list_images(raw / "images/CLEVR_default_000003.png", raw / "sc_images/CLEVR_semantic_000003.png"),
         "references": ["the cube of 000003 turned red", "it became red"],
         "change_types": ["color", "size"],
         "source": "change_captions.json, CLEVR_default_000003.png",
         "fault": None,
     }
     assert record_of_distractor["id"] == "mini/000003.png_n"
-    assert record_of_distractor["after"] == f"{raw}/nsc_images/CLEVR_nonsemantic_000003.png"
+    assert uris_of(record_of_distractor)[1] == f"{raw}/nsc_images/CLEVR_nonsemantic_000003.png"
 
 
 def test_splits_that_train_become_train_and_a_scene_without_split_is_a_fault(raw):
@@ -76,8 +85,7 @@ def test_an_image_too_large_to_decode_is_hashed_all_the_same(raw, monkeypatch):
     monkeypatch.setattr(stage, "MAX_DECODED_PIXELS", 1)
     assert run_ingest(raw).unread_images == 0
     for record in records_of(raw.parent):
-        assert record["before_sha256"] == sha256(record["before"])
-        assert record["after_sha256"] == sha256(record["after"])
+        assert digests_of(record) == [sha256(uri) for uri in uris_of(record)]
 
 
 def test_the_folder_of_a_dataset_is_emptied_and_those_of_others_are_kept(raw):
@@ -100,7 +108,7 @@ def test_an_image_that_cannot_be_read_has_no_digest_and_a_bad_one_has(raw):
     folder.mkdir()
     bad.write_bytes(b"no image")
     report = run_ingest(raw)
-    digests = {record["after"]: record["after_sha256"] for record in records_of(raw.parent)}
+    digests = {uris_of(record)[1]: digests_of(record)[1] for record in records_of(raw.parent)}
     assert [digests[str(path)] for path in (missing, folder, bad)] == [None, None, sha256(bad)]
     assert report.images == 18
     assert report.unread_images == 2
@@ -196,10 +204,17 @@ def test_what_cannot_be_typed_is_named_in_the_fault(tmp_path, fields, faults):
     assert good["fault"] is None
     assert good["id"] == "d/a"
     assert good["scene"] == "d/s"
-    assert good["before"] == f"{tmp_path}/x.png"
+    assert uris_of(good)[0] == f"{tmp_path}/x.png"
     assert annotation_rows == 4
-    for field, value in {"name": "id", "scene": "scene", "before": "before", "after": "after"}.items():
-        assert (bad[value] is None) == (field in fields)
+    assert (bad["id"] is None) == ("name" in fields)
+    assert (bad["scene"] is None) == ("scene" in fields)
+    assert [uri is None for uri in uris_of(bad)] == [side in fields for side in ("before", "after")]
+
+
+@pytest.mark.parametrize("images", [("x.png",), ("x.png", "y.png", "z.png")], ids=["one", "three"])
+def test_a_row_without_two_images_is_a_fault(images, tmp_path):
+    (record,), _ = to_records("d", make_entry("pairs", tmp_path), [replace(row(), images=images)])
+    assert unexpected("images", "two images", describe(list(images))).in_text(record["fault"])
 
 
 OUTSIDE = ["../images/o.png", "a/../../images/o.png", "/etc/passwd", "{images}/o.png", "file://{images}/o.png"]
@@ -247,7 +262,7 @@ def test_a_path_out_of_the_root_is_a_fault_of_its_row_in_every_table(manifest, t
     run_ingest(root, "pairs", "mine", **options)
     for record, path in zip(records_of(tmp_path, "mine"), REFUSED, strict=True):
         path_in_table = path.format(images=images)
-        assert record["before"] is record["before_sha256"] is None, path
+        assert uris_of(record)[0] is digests_of(record)[0] is None, path
         assert record["fault"] == unusable("before", path_in_table), path
         assert str(fault_of_path(path_in_table, root)) in record["fault"], path
 
@@ -270,8 +285,8 @@ def test_the_entry_opens_another_folder_for_images_and_no_third(path_in_image_ro
     for record, (path, fault) in zip(records_of(tmp_path, "mine"), faults.items(), strict=True):
         assert (record["fault"] is None) == (fault is None), path
         assert fault is None or fault == record["fault"]
-        assert (record["before_sha256"] is None) == (fault is not None)
-        assert record["after"] == f"{root}/x.png"
+        assert (digests_of(record)[0] is None) == (fault is not None)
+        assert uris_of(record)[1] == f"{root}/x.png"
 
 
 @pytest.mark.fault("31")
@@ -286,8 +301,8 @@ def test_links_out_of_the_root_are_faults_unless_they_may_be_followed(tmp_path):
     records, _ = to_records("d", make_entry("pairs", root), rows)
     links = [f"{root}/out.png", f"{root}/folder/o.png"]
     out, folder = (Message("ingest.link_out_of_root", key="before", path=path) for path in links)
-    assert [record["before"] for record in records] == [None, f"{root}/in.png", None, f"{root}/missing/m.png"]
+    assert [uris_of(record)[0] for record in records] == [None, f"{root}/in.png", None, f"{root}/missing/m.png"]
     assert [record["fault"] for record in records] == [out, None, folder, None]
-    assert [record["after"] for record in records] == [f"{root}/x.png"] * 4
+    assert [uris_of(record)[1] for record in records] == [f"{root}/x.png"] * 4
     followed, _ = to_records("d", make_entry("pairs", root, follow_links=True), rows)
     assert [record["fault"] for record in followed] == [None] * 4

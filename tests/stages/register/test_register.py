@@ -628,8 +628,8 @@ def test_adapters_are_found_only_if_versions_keep_adapters(tmp_path):
 
 def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **changes: Any) -> Any:
     """Write three clean records, and predictions for some of them. `changes` replace fields of record a."""
-    row = {"before": "1.png", "after": "2.png", "before_sha256": b"1", "after_sha256": b"2", "references": ["x", "y"]}
-    rows = [{"id": name, **row} for name in "cba"]
+    images = [{"uri": f"{number}.png", "sha256": number.encode()} for number in "12"]
+    rows = [{"id": name, "images": images, "references": ["x", "y"]} for name in "cba"]
     rows[2] |= changes
     pq.write_table(pa.Table.from_pylist(rows), root / "records.parquet")
     (root / "predictions.json").write_text(json.dumps([{"image_id": name, "caption": ""} for name in captioned]))
@@ -642,9 +642,10 @@ def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **change
         ({"captioned": ("a",)}, False),
         ({"captioned": ("a", "c")}, False),
         ({"references": ["y", "x"]}, False),
-        ({"before_sha256": b"3"}, False),
-        ({"after_sha256": b"3"}, False),
-        ({"captioned": ("a", "b"), "before": "elsewhere/1.png"}, True),
+        ({"images": [{"uri": "1.png", "sha256": b"3"}, {"uri": "2.png", "sha256": b"2"}]}, False),
+        ({"images": [{"uri": "1.png", "sha256": b"1"}, {"uri": "2.png", "sha256": b"3"}]}, False),
+        ({"images": [{"uri": "x/1.png", "sha256": b"1"}, {"uri": "2.png", "sha256": b"2"}]}, True),
+        ({"captioned": ("a", "b")}, True),
     ],
 )
 def test_a_test_set_depends_on_pairs_references_and_images_not_on_paths_or_order(tmp_path, changes, same):
@@ -652,6 +653,11 @@ def test_a_test_set_depends_on_pairs_references_and_images_not_on_paths_or_order
     assert [record["id"] for record in captioned_records(paths)] == ["a", "b"]
     first_hash = hash_test_set(paths)
     assert (hash_test_set(write_test_set(tmp_path, **changes)) == first_hash) == same
+
+
+def test_the_hash_of_a_test_set_is_that_of_earlier_versions(tmp_path):
+    text = '["a", ["x", "y"], "31", "32"]["b", ["x", "y"], "31", "32"]'
+    assert hash_test_set(write_test_set(tmp_path)) == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_the_hash_of_a_folder_is_dvcs_and_compiled_files_are_no_part_of_it(project):
