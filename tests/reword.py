@@ -12,8 +12,8 @@ import tomllib
 
 from m3diff.records.errors import MESSAGES
 
-# What stays: code in backquotes, escaped braces, and fields with their formats
-SYNTAX = r"`[^`]*`|\{\{|\}\}|\{[^{}]*\}"
+# What stays: code in backquotes, commands on a line of their own, escaped braces, and fields with their formats
+SYNTAX = r"`[^`]*`|^  m3diff [^\n]*|\{\{|\}\}|\{[^{}]*\}"
 # A word of lowercase letters. Names such as params.yaml, train.base, utf-8 or --params are no words
 WORD = r"(?<![^\s(\"'])[a-z]+(?:'[a-z]+)?(?=[.,;:?!)\"']*(?:\s|$))"
 
@@ -22,9 +22,9 @@ def reword(text: str) -> str:
     """Return the text with every letter of its words rotated by 13. Fields, code and line breaks stay."""
 
     def change(match: re.Match[str]) -> str:
-        return match[0] if match[0][0] in "`{}" else codecs.encode(match[0], "rot13")
+        return match[0] if match[0][0] in "`{} " else codecs.encode(match[0], "rot13")
 
-    return re.sub(f"{SYNTAX}|{WORD}", change, text)
+    return re.sub(f"{SYNTAX}|{WORD}", change, text, flags=re.MULTILINE)
 
 
 def reword_catalogue(text: str) -> str:

@@ -10,7 +10,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.folders import match_names
 from m3diff.datasets.guess import table_files
 from m3diff.datasets.order import order_names
-from m3diff.datasets.tables import is_image
+from m3diff.datasets.tables import TABLE_SUFFIXES, is_image
 from m3diff.records.errors import Fault, shell_word
 
 MAX_SHOWN_FILES = 8
@@ -39,6 +39,9 @@ def fault_of_unknown_folder(root: Path, table_faults: Sequence[Fault]) -> Fault:
     folders = [path for path in paths if path.is_dir()]
     advice = list(table_faults)
     for path in paths:
+        if is_compressed_table(path.name):
+            advice.append(Fault("files.gzip", path=path.name, command=f"gunzip {shell_word(path.name)}"))
+            continue
         for code, suffixes in SUFFIXES_OF_FAULT.items():
             if path.name.lower().endswith(suffixes):
                 advice.append(Fault(code, path=path.name, header=HEADER))
@@ -55,6 +58,11 @@ def fault_of_unknown_folder(root: Path, table_faults: Sequence[Fault]) -> Fault:
         faults=advice,
         readers=["pairs", *(reader for reader in DATASETS if reader != "pairs")],
     )
+
+
+def is_compressed_table(name: str) -> bool:
+    """Return whether a file is a table that is compressed with gzip, such as pairs.jsonl.gz."""
+    return name.lower().endswith(tuple(f"{suffix}.gz" for suffix in TABLE_SUFFIXES))
 
 
 def _tables_nearby(folders: Sequence[Path]) -> Iterator[Fault]:

@@ -708,8 +708,8 @@ UNLOADABLE: dict[str, tuple[list[Edit], str, str | Message]] = {
     "processor removed": ([removed("processor_config.json")], "processor_config.json", Message("models.missing_file")),
     "other weights": ([rewritten(WEIGHTS, change_weights)], WEIGHTS, Message("models.other_digest")),
     "config cut off": ([rewritten(CONFIG, lambda _: b"{")], CONFIG, Message("models.not_json")),
-    "tokenizer of nothing": ([rewritten("tokenizer.json", lambda _: b"{}")], "copied", "restore"),
-    "config of another size": ([config(text_config={"hidden_size": 32})], "copied", "restore"),
+    "tokenizer of nothing": ([rewritten("tokenizer.json", lambda _: b"{}")], "copied", Message("models.not_loaded")),
+    "config of another size": ([config(text_config={"hidden_size": 32})], "copied", Message("models.not_loaded")),
     "no manifest": ([removed(MANIFEST)], MANIFEST, "m3diff export --hub"),
 }
 

@@ -137,6 +137,11 @@ REFUSED = [
     FolderCase("excel_file_called_csv", (Message("files.archive_or_spreadsheet"),), draw=draw_no_images),
     FolderCase("archive", (Message("check.archive", path="pairs.tar.gz"),), draw=draw_no_images),
     FolderCase(
+        "table_in_gzip",
+        (Message("files.gzip", path="my pairs.jsonl.gz", command="gunzip 'my pairs.jsonl.gz'"),),
+        draw=lambda root: (root / "my pairs.jsonl.gz").touch(),
+    ),
+    FolderCase(
         "one_folder_of_images",
         (Message("check.images_without_table", header=HEADER),),
         draw=lambda root: draw_numbered_images(root / "images"),

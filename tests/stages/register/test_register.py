@@ -559,7 +559,7 @@ def test_every_tag_of_the_lineage_is_the_hash_of_its_content(project):
     recorded = {entry["path"]: entry["md5"] for stage in stages.values() for entry in stage["outs"]}
     records = pq.read_table("data/03_clean/records.parquet").to_pylist()
     tests = [row for row in records if row["split"] == "test"]
-    image_hashes = [[row[f"{side}_sha256"].hex() for side in ("before", "after")] for row in tests]
+    image_hashes = [[image["sha256"].hex() for image in row["images"]] for row in tests]
     lines = [
         json.dumps([row["id"], row["references"], *hashes]) for row, hashes in zip(tests, image_hashes, strict=True)
     ]
