@@ -14,6 +14,7 @@ from PIL import Image
 
 from m3diff.provenance.code import digest_code
 from m3diff.settings.load import load_params
+from m3diff.stages.code import code as write_digests
 from m3diff.stages.code import modules_by_stage
 from tests import toy
 from tests.toy import REPOSITORY
@@ -55,6 +56,15 @@ def test_a_stage_depends_on_its_code_and_on_the_templates_and_tables_it_reads(st
         assert resources(REPOSITORY / file for file in code) == dependencies(stage)
         file = REPOSITORY / "code" / f"{name}.json"
         assert json.loads(file.read_text()) == code, "run `dvc repro code`"
+
+
+def test_digests_of_a_stage_that_is_gone_are_removed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("code").mkdir()
+    Path("code/ingest@gone.json").write_text("{}")
+    params = load_params(REPOSITORY / "params.yaml")
+    write_digests(params)
+    assert {path.stem for path in Path("code").iterdir()} == modules_by_stage(params).keys()
 
 
 def test_dvc_lock_is_of_the_committed_code_and_parameters():

@@ -1,6 +1,7 @@
 """Image files that would lose content: damaged, with too small a range of values, in other colours, or no image."""
 
 import io
+import itertools
 import struct
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def test_a_sound_jpeg_has_the_pixels_that_pillow_reads(writer: str, trailer: str
     assert verdict(data, tmp_path) == OK
     plain = Image.open(io.BytesIO(data)).convert("RGB")
     assert np.array_equal(np.asarray(load_image(io.BytesIO(data))), np.asarray(plain))
+
+
+def test_black_ink_of_a_jpeg_is_dark() -> None:
+    buffer = io.BytesIO()
+    Image.new("CMYK", (8, 8), (0, 0, 0, 200)).save(buffer, "JPEG")
+    assert load_image(io.BytesIO(buffer.getvalue())).getpixel((4, 4)) == (55, 55, 55)
 
 
 @pytest.mark.parametrize("damage", [cut_scan, zero_scan])
@@ -300,6 +307,23 @@ def linear_grey() -> bytes:
         b"wtpt": b"XYZ " + bytes(4) + struct.pack(">3i", 63190, 65536, 54061),
         b"kTRC": b"curv" + bytes(8),
     }
+    return profile_of_tags(b"mntrGRAYXYZ ", tags)
+
+
+def grey_inks() -> bytes:
+    """Return a profile of a printer whose four inks are grey. One ink alone has the lightness 50, more are black."""
+    colours = b""
+    for inks in itertools.product((0, 1), repeat=4):
+        lightness = (255, 128, 0, 0, 0)[sum(inks)]
+        colours += bytes((lightness, 128, 128))
+    identity = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 65536)
+    curve = bytes(range(256))
+    table = b"mft1" + bytes(4) + bytes((4, 3, 2, 0)) + identity + curve * 4 + colours + curve * 3
+    return profile_of_tags(b"prtrCMYKLab ", {b"A2B0": table})
+
+
+def profile_of_tags(kind: bytes, tags: dict[bytes, bytes]) -> bytes:
+    """Return an ICC profile. Its kind is the class of device, its colour space, and the space that it converts to."""
     table = struct.pack(">I", len(tags))
     contents = b""
     for name, content in tags.items():
@@ -307,7 +331,7 @@ def linear_grey() -> bytes:
         contents += content
     size = 128 + len(table) + len(contents)
     light = struct.pack(">3i", 63190, 65536, 54061)
-    head = struct.pack(">I4sI", size, b"lcms", 0x02100000) + b"mntrGRAYXYZ " + bytes(12) + b"acsp" + bytes(28)
+    head = struct.pack(">I4sI", size, b"lcms", 0x02100000) + kind + bytes(12) + b"acsp" + bytes(28)
     return head + light + bytes(128 - len(head) - len(light)) + table + contents
 
 
@@ -316,6 +340,16 @@ def test_grey_of_a_linear_profile_becomes_brighter(kind: str) -> None:
     levels = np.full((4, 4), 55, np.uint8) if kind == "PNG" else np.full((4, 4), 55 * 257, np.uint16)
     data = encode(levels, "PNG", icc_profile=linear_grey())
     assert load_image(io.BytesIO(data)).getpixel((0, 0)) == (128, 128, 128)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_inks_have_the_colours_of_their_profile(kind: str) -> None:
+    buffer = io.BytesIO()
+    Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(buffer, kind, icc_profile=grey_inks())
+    red, green, blue = load_image(io.BytesIO(buffer.getvalue())).getpixel((4, 4))
+    assert red == pytest.approx(119, abs=4)
+    assert green == pytest.approx(red, abs=2)
+    assert blue == pytest.approx(red, abs=2)
 
 
 PROFILES = {
@@ -374,6 +408,10 @@ NO_PICTURES = {
     "text": (b"404: Not Found", Fault("images.text", kind="text", excerpt="404: Not Found")),
     "a link as text": (b"../images/1.png", Fault("images.text", kind="text", excerpt="../images/1.png")),
     "UTF-16": ("Not found".encode("utf-16"), Fault("images.text", kind="text", excerpt="Not found")),
+    "UTF-16 cut within a letter": (
+        "Not found".encode("utf-16") + b"!",
+        Fault("images.text", kind="text", excerpt="Not found"),
+    ),
     "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg"></svg>', Fault("images.format_not_read", kind="an SVG drawing")),
     "SVG with a head": (b'<?xml version="1.0"?>\n<svg></svg>', Fault("images.format_not_read", kind="an SVG drawing")),
     "PDF": (b"%PDF-1.7\n%\xe2\xe3", Fault("images.document", kind="a PDF document")),

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from m3diff.__main__ import COMMANDS, USAGE, main
-from m3diff.provenance import code
+from m3diff.provenance import code, dvc
 from m3diff.provenance.dvc import require_unchanged_inputs, watched_inputs
 from m3diff.records import LazyMapping
+from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import params as train_params
 from tests.errors import Message, raises
@@ -111,6 +112,20 @@ def test_an_edited_broken_or_removed_file_is_reported(root: Path) -> None:
     (root / "a/third/deep.py").write_text("import")
     (root / "a/b/second.py").unlink()
     assert code.edited_files("stage") == ["a/b/second.py", "a/fourth.py", "a/third/deep.py"]
+
+
+def test_the_order_of_facts_does_not_change_the_key_of_a_run(root: Path) -> None:
+    module = root / "a/alone.py"
+    key = code.compute_key({"seed": 7, "data": {"first": "1", "second": "2"}}, module)
+    assert code.compute_key({"data": {"second": "2", "first": "1"}, "seed": 7}, module) == key
+    assert code.compute_key({"data": {"first": "2", "second": "1"}, "seed": 7}, module) != key
+
+
+def test_a_failed_command_of_dvc_is_explained_by_the_last_lines_of_its_output(tmp_path, monkeypatch):
+    program = "import sys; sys.exit(chr(10).join(['first', 'second', 'third', 'fourth']))"
+    monkeypatch.setattr(dvc, "DVC", [sys.executable, "-c", program])
+    with raises(DataError, "dvc.command_failed", command="dvc pull", folder=tmp_path, cause="second third fourth"):
+        dvc.run_dvc(tmp_path, "pull")
 
 
 def test_a_lazy_mapping_imports_on_lookup_and_accepts_other_objects() -> None:

@@ -72,6 +72,16 @@ def test_a_cluster_is_connected_to_as_it_is(init_arguments, monkeypatch):
     assert "num_cpus" not in init_arguments
 
 
+def test_a_cluster_that_does_not_answer_is_not_waited_for_long(init_arguments, monkeypatch):
+    limits_s = {"RAY_gcs_server_port_wait_time_s": "1", "RAY_py_gcs_connect_timeout_s": "10"}
+    for name in limits_s:  # set first, so that the value that the start leaves behind is removed after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    ray_cluster.start_ray(compute())
+    assert {name: os.environ.get(name) for name in limits_s} == limits_s
+
+
 @pytest.fixture
 def tokens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the token in the environment at each start of Ray."""

@@ -13,6 +13,7 @@ from m3diff.commands.inspect import StageLimits
 from m3diff.commands.plan import Run
 from m3diff.commands.rescore import rescore
 from m3diff.commands.zero_shot import PROMPT, ZeroShotRequest
+from m3diff.scoring.metrics import BY_CHARACTERS
 from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
@@ -192,6 +193,19 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(typed, monkeypa
     assert recorder.calls == [(function, expected)]
     for argument, value in expected.items():
         assert type(recorder.calls[0][1][argument]) is type(value), argument
+
+
+@pytest.mark.parametrize("has_characters", [False, True], ids=["by words alone", "by characters too"])
+def test_models_shows_a_score_by_characters_if_a_version_has_it(has_characters, monkeypatch):
+    scores = list(dict.fromkeys((PARAMS.promote.metric, *PARAMS.promote.guards)))
+    if has_characters:
+        scores.append(f"{PARAMS.promote.metric}{BY_CHARACTERS}")
+    versions = [{"scores": {}}, {"scores": dict.fromkeys(scores, 0.5)}]
+    recorder = Recorder(monkeypatch, "m3diff.registry.versions", list_models=versions, format_table="")
+    assert main(["models"]) == 0
+    name, arguments = recorder.calls[-1]
+    assert name == "format_table"
+    assert arguments["scores"] == scores
 
 
 def test_training_takes_the_model_that_train_model_names(monkeypatch, project):
@@ -374,6 +388,12 @@ def test_evaluate_prints_its_scores_and_its_page(training_run, capsys):
     assert main(["evaluate"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["mini/total, times 100: CIDEr 51.2", "report: data/07_report/report.html"]
+
+
+def test_evaluate_notes_the_creation_of_its_page(training_run, monkeypatch):
+    recorder = Recorder(monkeypatch, "m3diff.report.origin", write_creation_note=None)
+    assert main(["evaluate"]) == 0
+    assert [arguments for _, arguments in recorder.calls] == [{"folder": REPORT}]
 
 
 def test_training_is_followed_and_completed_as_one_run(training_run):

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from flows import dvc, watch
-from flows.watch import STATE_FILE, compute_fingerprint, drop_folders, imported_files
+from flows.watch import DATA_MESSAGE_PREFIX, STATE_FILE, compute_fingerprint, drop_folders, imported_files
 from flows.workspace import (
     DATA_BRANCH,
     workspace,
 )
 from m3diff.provenance.git import git, has_branch
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, Fault
 from m3diff.settings.section import ParamsError
 from tests import toy
 from tests.errors import Message, raises
@@ -137,6 +137,27 @@ def test_a_check_without_settled_changes_creates_no_worktree(project, run_watch,
     check_skipped(worktree=True)
     check_skipped()
     assert not has_branch(DATA_BRANCH)
+    assert run_watch.started == []
+
+
+def test_the_training_gets_the_reason_of_the_latest_data_commit(project, run_watch, monkeypatch):
+    git("commit", "--quiet", "--allow-empty", "-m", f"{DATA_MESSAGE_PREFIX}data/mine changed")
+    git("branch", DATA_BRANCH)
+    monkeypatch.setattr(watch, "update_changed_sources", lambda watch_state, log: [])
+    assert run_watch().message == "retrain, because data/mine changed"
+    assert run_watch().name == "Skipped"
+    assert run_watch.started == ["data/mine changed"]
+
+
+def test_a_check_that_cannot_update_sources_fails_and_names_them(project, run_watch, monkeypatch):
+    failures = [
+        Fault("flows.source_not_updated", path=path, fault="it does not exist")
+        for path in ("data/mine", "data/theirs.dvc")
+    ]
+    monkeypatch.setattr(watch, "update_changed_sources", lambda watch_state, log: failures)
+    names = ["data/mine", "data/theirs.dvc"]
+    with raises(DataError, "flows.sources_not_updated", count=2, names=names, faults=failures):
+        run_watch()
     assert run_watch.started == []
 
 

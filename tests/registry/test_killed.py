@@ -138,3 +138,12 @@ def test_a_killed_promotion_is_finished_by_a_rollback_or_recorded_as_not_done(wa
         assert waiting.aliases()["champion"] == 1
         assert waiting.decide(version=4).outcome == "refused"
     check_one_champion(waiting)
+
+
+def test_a_killed_promotion_is_finished_and_returned_by_the_next_one(waiting):
+    act_until_killed(waiting, lambda registry: registry.decide(version=4), 4)
+    promotion = waiting.decide(version=4)
+    assert promotion.outcome == "promoted"
+    assert promotion.challenger == 4
+    assert waiting.record() == ["first", "promoted"]
+    assert waiting.aliases()["champion"] == 4

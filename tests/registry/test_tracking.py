@@ -192,6 +192,14 @@ def test_a_connection_shortens_mlflow_s_retries_and_hides_its_progress_bars(stor
         assert os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] == "false"
 
 
+def test_a_connection_follows_no_redirect_to_another_address(store, monkeypatch):
+    # set first, so that the value that a connection leaves behind is removed after the test
+    monkeypatch.setenv("MLFLOW_ALLOW_HTTP_REDIRECTS", "")
+    monkeypatch.delenv("MLFLOW_ALLOW_HTTP_REDIRECTS")
+    with connect(LOCAL):
+        assert os.environ["MLFLOW_ALLOW_HTTP_REDIRECTS"] == "false"
+
+
 def test_code_of_a_model_does_not_stay_on_the_path_of_modules(store):
     with connect(LOCAL):
         sys.path = ["code of a model", *sys.path]  # as MLflow does when it loads a model

@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from m3diff.__main__ import main
-from m3diff.provenance.dvc import Lock, current_stages, dvc_hash, object_file
+from m3diff.provenance.dvc import Lock, current_stages, dvc_hash, object_file, run_dvc
 from m3diff.provenance.git import find_commit
 from m3diff.records.errors import DataError
 from m3diff.registry import verification
+from m3diff.registry.restore import restore
 from m3diff.registry.tracking import weights_sha256
-from m3diff.registry.verification import check_stored_model, verify_lineage
+from m3diff.registry.verification import LineageCheck, check_stored_model, verify_lineage
 from m3diff.settings.load import load_params
 from tests import toy
 from tests.errors import Message, raises
@@ -234,3 +235,18 @@ def test_a_branch_is_restored_without_mlflow_and_despite_a_lost_file(team, clone
     assert line.split()[0] in ("missing", "differs")
     assert "NOT restored, see above" in printed
     assert "ok       data         data/04_mixture/train" in printed
+
+
+def test_a_missing_path_of_a_restored_branch_has_dvc_s_error_as_its_note(clone, tmp_path, monkeypatch):
+    error = DataError("dvc.command_failed", command="dvc fetch --quiet", folder=tmp_path, cause="no such remote")
+
+    def fail_to_fetch(folder: Path, command: str, *arguments: str) -> str:
+        if command == "fetch":
+            raise error
+        return "" if command == "checkout" else run_dvc(folder, command, *arguments)
+
+    checks = [LineageCheck("data", path, "1" * 32, outcome) for path, outcome in (("a", "ok"), ("b", "missing"))]
+    monkeypatch.setattr("m3diff.provenance.dvc.run_dvc", fail_to_fetch)
+    monkeypatch.setattr("m3diff.registry.restore.check_restored", lambda *arguments: iter(checks))
+    _, restored = restore(load_params().register_, "runs/first", tmp_path / "restored")
+    assert {check.location: check.note for check in restored} == {"a": "", "b": str(error)}

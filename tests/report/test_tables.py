@@ -51,6 +51,11 @@ TABLE = Table(
 )
 
 
+def test_a_label_that_is_a_number_is_in_no_column_of_words():
+    table = Table("x", ("Method", "pairs", "venue", "CIDEr"), [TableRow("a", ("1,234", "ICCV'23"), (Cell(1.0),))])
+    assert table.text_columns == [0, 2]
+
+
 def test_latex_marks_the_best():
     assert format_latex(TABLE).splitlines() == [
         r"\begin{tabular}{llrr}",

@@ -19,7 +19,7 @@ from m3diff.scoring.characters import is_without_spaces, tokenise_characters
 from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import tokenise
 from m3diff.scoring.protocols import ProtocolPairs
-from m3diff.scoring.run import compute_metrics
+from m3diff.scoring.run import compute_metrics, explain_absent_word_scores
 from m3diff.stages.register.params import Promote
 from m3diff.stages.train.validation import cider
 from tests.errors import raises
@@ -300,6 +300,13 @@ def test_a_champion_that_was_scored_by_words_is_scored_again():
 
 
 # Training
+
+
+def test_a_metric_that_reads_no_words_has_its_score_without_them_too():
+    metrics = choose_metrics(["CIDEr", "METEOR", "pixel_threshold"])
+    results = explain_absent_word_scores(metrics)
+    assert list(results) == ["CIDEr", "METEOR"]
+    assert set(results["METEOR"].absent) == {"METEOR"}
 
 
 def test_the_best_checkpoint_is_chosen_by_characters_too():

@@ -22,6 +22,7 @@ from m3diff.serving import limits
 from m3diff.serving.batcher import OVERLAY_PX
 from m3diff.serving.model_card import ModelCard, TrainingData
 from m3diff.serving.questions import NOTE, UNKNOWN_QUESTION_NOTE
+from m3diff.serving.refusals import RequestRefusedError
 from m3diff.serving.server import follow_alias
 from tests.serving import toy
 from tests.serving.toy import COMPUTE_S, Service, base64_of, chat, form, image_part, plain, png, source, toy_caption
@@ -729,3 +730,18 @@ def test_the_alias_is_followed_past_versions_that_cannot_be_loaded(tmp_path, ser
         assert printed.err.count(f"keeps answering with m3diff/1; cannot load the next version: {cause}") == 1
     assert printed.out == "m3diff serve: now answers with m3diff/4\n"
     assert {replica.removed for replica in service.replicas[:-1]} == {True}, "no damaged one is left in memory"
+
+
+@pytest.mark.parametrize(
+    ("status", "error_type"),
+    [
+        (401, "authentication_error"),
+        (422, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "server_error"),
+        (503, "server_error"),
+    ],
+)
+def test_an_error_of_the_openai_api_has_the_type_of_its_status(status, error_type):
+    error = RequestRefusedError(status, "a_code", "what was found", "what is allowed", "what to do")
+    assert json.loads(error.response(CHAT).body)["error"]["type"] == error_type

@@ -3,6 +3,7 @@
 Some tests use replicas on a Ray cluster, compare the memory with docs/serving.md, or run `mlflow models serve`.
 """
 
+import asyncio
 import io
 import itertools
 import os
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import mlflow
 import psutil
 import pytest
+import uvicorn
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -33,6 +36,8 @@ from m3diff.models.generation import load_captioner
 from m3diff.records.errors import Fault
 from m3diff.serving.batcher import deployer, replica_options
 from m3diff.serving.limits import COPIES
+from m3diff.serving.limits import UPLOAD_S as UPLOAD_LIMIT_S
+from m3diff.serving.server import run
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.stage import MODEL_SIGNATURE, copy_code
 from tests.errors import Message, raises
@@ -196,6 +201,22 @@ sys.exit(3)
 
 
 @pytest.mark.fault("W5")
+def test_shutdown_waits_for_an_upload_and_the_longest_answer(monkeypatch):
+    limits_s = []
+
+    class StoppedServer:
+        def __init__(self, config: uvicorn.Config) -> None:
+            limits_s.append(config.timeout_graceful_shutdown)
+
+        async def _serve(self, sockets: list[Any]) -> None: ...
+
+    async def do_nothing() -> None: ...
+
+    monkeypatch.setattr(uvicorn, "Server", StoppedServer)
+    asyncio.run(run(None, None, 7.5, SimpleNamespace(close=do_nothing), do_nothing))
+    assert UPLOAD_LIMIT_S + 7.5 <= limits_s[0] <= UPLOAD_LIMIT_S + 8.5
+
+
 def test_a_server_keeps_running_when_its_output_is_closed():
     """As in `m3diff serve 2>&1 | head -1`."""
     line = [sys.executable, "-c", PRINT_LINES]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,12 @@ import yaml
 from safetensors.torch import load, load_file, save, save_file
 
 from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.commands.export.card import front_matter
+from m3diff.commands.export.datasets import MixtureDataset
 from m3diff.commands.export.families import SHARED, constants_of
 from m3diff.commands.export.hub import export_hub
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Permission
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import MANIFEST, export_checkpoint, load_model, read_manifest, verify_manifest
 from m3diff.records.errors import DataError, Fault, command_to_read_again, wording
@@ -553,6 +558,26 @@ def test_a_model_of_unlicensed_data_is_shared_without_images_if_the_user_allows_
     assert [notice.partition(":")[0] for notice in notices] == ["toy", "toy"]
     assert card_of(tmp_path / "out")[0]["license"] == "other"
     assert list((tmp_path / "out").glob("example_*")) == []
+
+
+UNSTATED = Permission("unstated", "the page says nothing")
+
+
+@pytest.mark.parametrize(
+    ("change", "licence"),
+    [
+        pytest.param({}, "apache-2.0", id="all uses"),
+        pytest.param({"train": UNSTATED}, "other", id="no training"),
+        pytest.param({"redistribute": UNSTATED}, "other", id="no redistribution"),
+        pytest.param({"name": "CC BY 4.0"}, "other", id="another licence"),
+    ],
+)
+def test_a_model_of_data_under_apache_2_alone_has_that_licence(change, licence):
+    spec = DATASETS["minichange"]
+    spec = replace(spec, licence=replace(spec.licence, **change))
+    dataset = MixtureDataset(name="mini", spec=spec, pairs={"train": 1}, samples={"train": 1})
+    front = yaml.safe_load(front_matter("base", SHARED["m3diff"], [dataset]))
+    assert front["license"] == licence
 
 
 def test_a_dataset_that_only_tests_needs_no_licence_to_be_passed_on(shared, tmp_path):

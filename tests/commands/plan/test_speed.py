@@ -100,6 +100,13 @@ def test_a_sequence_is_timed_and_of_a_large_model_a_matrix_product(plan, tmp_pat
     assert timed == ["sequence", "matrix product"]
 
 
+def test_a_sequence_of_exactly_the_limit_is_timed(plan, tmp_path, timed, monkeypatch):
+    counted = plan(CPU | {"scratch": tmp_path})
+    monkeypatch.setattr(speed, "MAX_TIMED_FLOPS", sum(term.total for term in counted.terms))
+    estimate_duration(counted, None, 0.45)
+    assert timed == ["sequence"]
+
+
 def test_timing_takes_time_and_leaves_threads_and_random_numbers_alone(plan, tmp_path):
     torch.manual_seed(7)
     state = torch.get_rng_state()

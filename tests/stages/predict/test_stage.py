@@ -26,6 +26,7 @@ from m3diff.stages.predict.stage import (
     PredictionItem,
     PredictReport,
     predict,
+    read_test_pairs,
     run_key,
     sample_control_pairs,
 )
@@ -108,6 +109,12 @@ def test_each_set_shows_its_images_with_the_pair_s_question(name, mixture, model
         {"image_id": f"toy/{n}", "caption": f"größer {sums[before]} {sums[after]} {QUESTIONS[n % 2]}"}
         for n, (before, after) in zip(ORDER, SHOWN_IMAGES[name], strict=True)
     ]
+
+
+def test_files_are_read_in_the_order_of_their_names_on_every_file_system(mixture, monkeypatch):
+    files = sorted((mixture / "test").iterdir())
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: reversed(files))
+    assert [pair.id for pair in read_test_pairs(mixture)] == IDS
 
 
 def test_captions_are_written_in_utf_8_one_field_a_line(mixture, model, tmp_path, caption_images):

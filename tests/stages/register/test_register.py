@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from click.testing import CliRunner
 from mlflow.cli import cli
 from mlflow.entities import LoggedModelStatus, Run
 from mlflow.exceptions import MlflowException
+from mlflow.store.entities import PagedList
 from mlflow.tracking import MlflowClient
 from PIL import Image
 
@@ -249,6 +251,19 @@ def test_a_deleted_run_version_model_or_score_file_is_created_again(open_registr
     assert open_registry.challenger() == version
     assert (registration.run_id == run) == (deletion != "run")
     assert open_registry.register().outcome == "unchanged"
+
+
+def test_a_registration_that_mlflow_keeps_refusing_is_tried_three_times(open_registry, monkeypatch):
+    tries = []
+
+    def refuse(*arguments: Any) -> None:
+        tries.append(arguments)
+        raise MlflowException("another machine creates the same entry")
+
+    monkeypatch.setattr(stage, "find_or_create", refuse)
+    with pytest.raises(MlflowException):
+        open_registry.register()
+    assert len(tries) == 3
 
 
 @pytest.fixture
@@ -494,6 +509,31 @@ def test_the_checkpoint_is_loaded_with_predicts_limit_and_adapters_with_a_base(b
     cfg = {"max_new_tokens": 7} | base
     model.load_context(SimpleNamespace(artifacts={"checkpoint": "some/where"}, model_config=cfg))
     assert model.captioner == ((Path("some/where"), 7), {name: Path(folder) for name, folder in base.items()})
+
+
+@pytest.mark.parametrize("keeps", ["merged", "adapters"])
+def test_a_stored_model_has_predicts_limit_and_adapters_their_base(keeps, tmp_path, monkeypatch):
+    adapters = tmp_path / "model/checkpoint/adapters"
+    adapters.mkdir(parents=True)
+    params = load_params(toy.REPOSITORY / "params.yaml")
+    cfg = params.register_.model_copy(update={"keeps": keeps})
+    paths = params.paths.model_copy(update={"model": tmp_path / "model"})
+    stored: dict[str, Any] = {}
+
+    def log_model(**options: Any) -> SimpleNamespace:
+        stored.update(options)
+        return SimpleNamespace(model_uri="models:/m-1")
+
+    monkeypatch.setattr(mlflow, "start_run", lambda run_id: nullcontext())
+    monkeypatch.setattr(mlflow.pyfunc, "log_model", log_model)
+    monkeypatch.setattr(stage, "build_example", lambda paths: None)
+    run = SimpleNamespace(info=SimpleNamespace(experiment_id="0"))
+    client = SimpleNamespace(
+        get_run=lambda run_id: run, search_logged_models=lambda *conditions: PagedList([], token=None)
+    )
+    stage.log_model(client, "run", cfg, paths, 7, tmp_path / "base")
+    base = {"base": str(tmp_path / "base")} if keeps == "adapters" else {}
+    assert stored["model_config"] == {"max_new_tokens": 7} | base
 
 
 # A PNG of one pixel

@@ -347,6 +347,12 @@ def test_a_progress_line_has_speed_and_time_left(training, monkeypatch, capfd):
     assert capfd.readouterr().out == line
 
 
+@pytest.mark.parametrize(("rank", "printed"), [(0, "train: a line\n"), (1, "")], ids=["first", "second"])
+def test_only_the_first_worker_prints(rank, printed, capsys):
+    WorkerContext(rank, 2).print_once("a line")
+    assert capsys.readouterr().out == printed
+
+
 def test_device_seconds_are_those_of_all_workers(training):
     training.worker = WorkerContext(0, 2)
     assert training.count_time(time.monotonic() - 100) == pytest.approx(time.monotonic(), abs=5)

@@ -68,6 +68,10 @@ def test_captions_of_too_few_pairs_decide_nothing(mixture):
     assert judge(mixture, caption_val_pairs=4, val_cider=0.0, loss=0.5) is None
 
 
+def test_captions_of_five_pairs_are_enough(mixture):
+    assert judge(mixture, caption_val_pairs=5, val_cider=0.0, loss=0.5).code == "train.nothing_learned"
+
+
 def test_references_that_are_all_the_same_have_no_cider(tmp_path):
     write_split(tmp_path, ["nothing changed"] * 8)
     assert not can_judge_captions(tmp_path, 32)

@@ -304,6 +304,34 @@ def test_findings_are_counted_and_their_pairs_stay(tmp_path, quick, case):
     assert unshown == []
 
 
+def test_a_small_faint_patch_is_no_noise(tmp_path):
+    """Its 4x4 window exceeds the bound of noise. All larger windows are within theirs."""
+    before = np.full((96, 96, 3), 120, dtype=np.uint8)
+    after = before.copy()
+    after[::2, ::2] += 1
+    after[40:44, 40:44] = 122
+    after[40:44, 40:42] = 123
+    paths = [
+        save_image(Image.fromarray(image), tmp_path / name) for name, image in (("a.png", before), ("b.png", after))
+    ]
+    assert compare_images(*paths, 96) == FAINT
+
+
+def test_a_finding_counts_the_pairs_by_the_property_that_differs(tmp_path, quick):
+    def edit(number: int, image: Image.Image) -> Image.Image:
+        if number < 2:
+            return paint_box(number, image).resize((320, 240))
+        return paint_box(number, image).convert("L") if number == 2 else paint_box(number, image)
+
+    root = write_pairs(tmp_path / "own", edit)
+    run_ingest(root, "pairs", "own")
+    (finding,) = run_validate(root.parent).findings
+    assert finding.count == 3
+    assert "2 in size" in finding.sentence
+    assert "1 in mode" in finding.sentence
+    assert "aspect" not in finding.sentence
+
+
 def test_one_before_image_in_train_and_test_is_counted(tmp_path, quick):
     root = write_pairs(tmp_path / "own", paint_box)
     for number in (1, 2, 5):
