@@ -209,6 +209,7 @@ def test_the_own_lock_stays_where_that_of_the_latest_run_leaves_as_much_to_do(lo
     assert git("status", "--porcelain") == ""
 
 
+@pytest.mark.slow(8)
 def test_without_a_latest_run_with_a_whole_lock_nothing_is_taken_up(project):
     lock = Path("dvc.lock").read_bytes()
     status = dvc.status()

@@ -107,7 +107,7 @@ def test_a_checkpoint_does_not_take_over_the_settings_of_its_base(name, tmp_path
     assert captions_of(checkpoint / ADAPTERS) == captions_of(checkpoint)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, "m3diff", "onediff", "blip2idc"))
+@pytest.mark.parametrize("case", slow_except(CASES, "m3diff", "blip2idc"))
 def test_every_family_gives_the_captions_of_a_base_without_settings(case, tmp_path):
     texts = []
     for name, settings in (("with", EVERYTHING), ("without", {})):

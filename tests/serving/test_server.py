@@ -45,6 +45,7 @@ from tests.servers import free_port, started, until
 from tests.serving import toy
 from tests.serving.toy import PARAMS, Running, chat, environment, form, plain, png, running, write_registry
 from tests.stages.train.cluster import cluster
+from tests.tiers import slow_except
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -258,7 +259,7 @@ REFUSED_STARTS: dict[str, tuple[Callable[[Any], list[str]], str, int, Message | 
 }
 
 
-@pytest.mark.parametrize("name", REFUSED_STARTS)
+@pytest.mark.parametrize("name", slow_except(REFUSED_STARTS, "a short token", "a damaged checkpoint"))
 def test_a_server_that_cannot_start_prints_the_reason_in_one_line(name, tmp_path, monkeypatch, capsys):
     options, token, code, words = REFUSED_STARTS[name]
     monkeypatch.setenv("M3DIFF_SERVE_TOKEN", token) if token else monkeypatch.delenv("M3DIFF_SERVE_TOKEN", False)

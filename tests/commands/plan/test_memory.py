@@ -24,9 +24,12 @@ TOY = FAMILY, tiny_config(MDP), tiny_settings(), 20  # family, config, settings,
 SETTINGS = tiny_blip2.blip2_settings()
 IMAGE_TOKENS = tiny_blip2.QUERIES
 BLIPS = {llm: (BLIP2, tiny_blip2.tiny_config(llm), SETTINGS, IMAGE_TOKENS) for llm in tiny_blip2.TEXTS}
-CASES = [(TOY, checkpointing) for checkpointing in CHECKPOINTING] + [
-    (BLIPS["opt"], "none"),
-    (BLIPS["qwen2"], "selective"),
+CASES = [
+    pytest.param(TOY, "none", id="none", marks=pytest.mark.slow(3)),
+    pytest.param(TOY, "selective", id="selective"),
+    pytest.param(TOY, "full", id="full", marks=pytest.mark.slow(3)),
+    pytest.param(BLIPS["opt"], "none", id="opt"),
+    pytest.param(BLIPS["qwen2"], "selective", id="qwen2 selective"),
 ]
 
 
@@ -59,7 +62,7 @@ def counted(case: tuple[Any, ...], checkpointing: str, precision: str = "bf16", 
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-@pytest.mark.parametrize(("case", "checkpointing"), CASES, ids=[*CHECKPOINTING, "opt", "qwen2 selective"])
+@pytest.mark.parametrize(("case", "checkpointing"), CASES)
 def test_what_is_counted_on_shapes_is_what_a_real_forward_pass_leaves_allocated(case, checkpointing, precision):
     model, inputs = real_step(case, checkpointing, precision)
     with NormInOneKernel(), require_fused_attention():
