@@ -34,6 +34,7 @@ from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params
 from m3diff.stages.ingest.params import DatasetEntry
 from tests.errors import Message
+from tests.layouts import list_images
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -242,8 +243,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sides = [root / f"{number}-{side}.png" for side in (0, 1)]
         for side, path in enumerate(sides):
             noise_image(2 * number + side, (64, 48)).save(path)
-        row = {"id": f"mini/{number:02d}.png", "split": "test" if number else "train"}
-        row |= {"before": str(sides[0]), "after": str(sides[1])}
+        row: dict[str, Any] = {"id": f"mini/{number:02d}.png", "split": "test" if number else "train"}
+        row["images"] = list_images(*sides)
         row |= {"references": ["a noise became another", f"noise {number}"]}
         rows.append(row | {"change_types": ["none"] if number == 1 else ["colour"]})
     (root / "data/03_clean").mkdir(parents=True)
