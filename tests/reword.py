@@ -12,7 +12,8 @@ import tomllib
 
 from m3diff.records.errors import MESSAGES
 
-# What stays: code in backquotes, commands on a line of their own, escaped braces, and fields with their formats
+# Parts of a message that are not reworded: code in backquotes, commands on their own line, escaped braces, and fields
+# with their formats
 SYNTAX = r"`[^`]*`|^  m3diff [^\n]*|\{\{|\}\}|\{[^{}]*\}"
 # A word of lowercase letters. Names such as params.yaml, train.base, utf-8 or --params are no words
 WORD = r"(?<![^\s(\"'])[a-z]+(?:'[a-z]+)?(?=[.,;:?!)\"']*(?:\s|$))"

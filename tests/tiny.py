@@ -16,6 +16,7 @@ from transformers import LlavaOnevisionForConditionalGeneration
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import folder_sha256, save_checkpoint
 from m3diff.models.fused import register_kernels
+from m3diff.models.generation import QUESTION
 from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
 from m3diff.models.onediff import OneDiffSettings
@@ -145,7 +146,7 @@ def tiny_checkpoint(
     folder: Path,
     settings: M3DiffSettings | None = None,
     seed: int = 1,
-    question: str = "What has changed from the first image to the second?",
+    question: str = QUESTION,
 ) -> Path:
     """Write a checkpoint on `base` as training with this question writes it, and return its folder."""
     settings = settings or tiny_settings()

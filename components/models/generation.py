@@ -18,8 +18,8 @@ from m3diff.models.processing import PairProcessor
 if TYPE_CHECKING:
     from m3diff.models.family import ImagePair
 
-# The question for a model whose manifest does not name the question that it was trained on. It is the first question
-# of the task `difference` in convert's templates
+# Default question of a model whose manifest names no question: the first question of the task `difference` in
+# profiles/questions.yaml
 QUESTION = "What has changed from the first image to the second?"
 
 

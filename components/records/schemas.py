@@ -45,7 +45,7 @@ RECORD_SCHEMA = pa.schema(
         ("dataset", pa.string()),
         ("split", pa.string()),  # one of SPLITS
         ("scene", pa.string()),  # "<dataset>/<scene>"; all pairs of a scene must be in the same split
-        # The image before, then the image after; in raw records, what cannot be read is null
+        # The image before, then the image after. In raw records, a path or digest that cannot be read is null
         ("images", pa.list_(IMAGE)),
         ("references", pa.list_(pa.string())),  # all references in the dataset's order, including empty references
         ("change_types", pa.list_(pa.string())),  # CHANGE_TYPES, types of the dataset, [NO_CHANGE], or [] if unknown

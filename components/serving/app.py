@@ -155,7 +155,7 @@ class Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": self.name}
 
     async def describe_model_card(self, request: Request) -> Response:
-        """Handle `GET /model`: return the card of the current model, whether it reads questions, and its own."""
+        """Handle `GET /model`: return the current model's card, its question, and whether it reads questions."""
         model = self.require_model()
         card = await model.card
         facts = model.facts
@@ -230,7 +230,7 @@ class Server:
         """Read and check a request and let the model answer it.
 
         Returns:
-            The answer, and a note about its question or None.
+            The answer, and the note about the question. The note is None if there is nothing to note.
 
         Raises:
             RequestRefusedError: the request is refused (HTTP 404, 408, 413, 422, 429 or 503).

@@ -6,8 +6,9 @@ an answer warns about this, both over HTTP and in `m3diff caption --question`.
 
 from m3diff.datasets.questions import asks_what_changed
 
-# Added to an answer to another question, if the model was trained to say what changed
-NOTE = "the model was trained to say what changed; it may pass over a question that asks something else"
+MAY_PASS_OVER = "it may pass over a question that asks something else"
+# For the answer to another question of a model that was trained to say what changed
+NOTE = f"the model was trained to say what changed; {MAY_PASS_OVER}"
 UNKNOWN_QUESTION_NOTE = (
     "this checkpoint does not name the question that it was trained on, so it was asked what has changed"
 )
@@ -22,7 +23,8 @@ def note_about(question: str | None, trained_question: str | None) -> str | None
     """
     if question is None:
         return UNKNOWN_QUESTION_NOTE if trained_question is None else None
-    has_trained_what_changed = trained_question is None or asks_what_changed(trained_question)
-    if question == trained_question or (has_trained_what_changed and asks_what_changed(question)):
+    if question == trained_question:
         return None
-    return NOTE if has_trained_what_changed else NOTE.replace("to say what changed", f"on {trained_question!r}")
+    if trained_question is not None and not asks_what_changed(trained_question):
+        return f"the model was trained on {trained_question!r}; {MAY_PASS_OVER}"
+    return None if asks_what_changed(question) else NOTE

@@ -77,12 +77,9 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
             question=question,
         )
         (folder / "README.md").write_text(write_card(params, facts), encoding="utf-8")
-        write_manifest(
-            folder,
-            family=manifest["family"],
-            base_sha256=manifest["base_sha256"],
-            trained_on={"question": question},
-        )
+        # A checkpoint that does not name its question must not be exported as if it did
+        origin = {name: manifest[name] for name in ("family", "base_sha256", "trained_on") if name in manifest}
+        write_manifest(folder, **origin)
         folder.rename(out)
     return notices
 

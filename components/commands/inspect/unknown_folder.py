@@ -39,7 +39,7 @@ def fault_of_unknown_folder(root: Path, table_faults: Sequence[Fault]) -> Fault:
     folders = [path for path in paths if path.is_dir()]
     advice = list(table_faults)
     for path in paths:
-        if is_compressed_table(path.name):
+        if _is_compressed_table(path.name):
             advice.append(Fault("files.gzip", path=path.name, command=f"gunzip {shell_word(path.name)}"))
             continue
         for code, suffixes in SUFFIXES_OF_FAULT.items():
@@ -60,7 +60,7 @@ def fault_of_unknown_folder(root: Path, table_faults: Sequence[Fault]) -> Fault:
     )
 
 
-def is_compressed_table(name: str) -> bool:
+def _is_compressed_table(name: str) -> bool:
     """Return whether a file is a table that is compressed with gzip, such as pairs.jsonl.gz."""
     return name.lower().endswith(tuple(f"{suffix}.gz" for suffix in TABLE_SUFFIXES))
 

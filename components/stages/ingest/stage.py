@@ -133,7 +133,7 @@ def _print_notes(
 
 
 def _add_digests(name: str, records: list[dict[str, Any]], image_cache: Path) -> pl.DataFrame:
-    """Add the SHA-256 of its images to each record, and return the results of `check_images`."""
+    """Add the SHA-256 of each image to the records, and return the results of `check_images`."""
     paths = [image["uri"] for record in records for image in record["images"]]
     images = check_images(pl.Series(paths, dtype=pl.String), MAX_DECODED_PIXELS, image_cache, f"ingest {name}")
     digests = dict(images.select("path", "digest").iter_rows())

@@ -152,7 +152,7 @@ class Training:
             epochs=cfg.epochs,
             ranks=worker.ranks,
         )
-        # Validation asks the question of evaluation, while training may ask it in several wordings
+        # The validation split has the question of evaluation, and the training split may have several wordings of it
         self.question = batches.find_usual_question(validation_samples, training_samples)
         self.validation = Validation(job, validation_samples, worker, self.processor, self.device)
         augment = partial(self.family.augment, job.model) if self.family.augment else None

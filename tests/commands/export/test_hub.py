@@ -417,8 +417,9 @@ def test_what_transformers_cannot_load_it_refuses(name, answers):
 
 
 def test_the_manifest_lists_every_file(case: Shared) -> None:
-    files = verify_manifest(case.folder)["files"]
-    assert set(files) == {path.name for path in case.folder.iterdir()} - {"manifest.json"}
+    manifest = verify_manifest(case.folder)
+    assert manifest["trained_on"] == {"question": QUESTION}
+    assert set(manifest["files"]) == {path.name for path in case.folder.iterdir()} - {"manifest.json"}
 
 
 def test_the_weights_are_the_checkpoint_s(case: Shared) -> None:
@@ -614,6 +615,16 @@ def test_what_is_missing_is_named_before_anything_is_written(section, values, fa
     with raises(DataError, fault.code, **fault.fields):
         export_hub(changed(shared.run, section, **values), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_names_no_question_is_exported_without_one(shared, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(shared.run.paths.model, model)
+    manifest = read_manifest(model / "checkpoint")
+    del manifest["trained_on"]
+    (model / "checkpoint" / MANIFEST).write_text(json.dumps(manifest))
+    export_hub(changed(shared.run, "paths", model=model), tmp_path / "out")
+    assert "trained_on" not in verify_manifest(tmp_path / "out")
 
 
 def test_a_missing_checkpoint_is_refused_before_anything_is_written(shared, tmp_path):
