@@ -37,7 +37,7 @@ from m3diff.scoring.results import EvaluateReport, headline_scores
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
-from m3diff.stages.predict.stage import PredictionItem, read_test_pairs
+from m3diff.stages.predict.stage import PredictionItem, read_test_items
 
 # Written for this project, because the paper with the zero-shot scores (arXiv 2503.11093 v2) does not print a prompt
 PROMPT = (
@@ -169,7 +169,7 @@ def zero_shot(
     if out is not None and out.exists():
         raise DataError("zero_shot.folder_exists", path=out)
     cfg = cfg.model_copy(update={"allow_fewer_pairs": cfg.allow_fewer_pairs or request.limit > 0})
-    pairs = read_test_pairs(mixture)[: request.limit or None]
+    pairs = read_test_items(mixture)[: request.limit or None]
     check_before_sending(request, cfg, pairs, records, clean)
     answers, sources = ask_endpoint(request, pairs, compute.scratch)
     folder = out or request.default_folder(compute.scratch)
@@ -229,12 +229,10 @@ def ask_endpoint(
         reuse=request.reuse_answers,
         option=Fault("zero_shot.reuse_option"),
     )
-    questions = [
-        EndpointQuestion(
-            request.prompt.replace("{question}", pair.question), tuple(Path(image.uri) for image in pair.images)
-        )
-        for pair in pairs
-    ]
+    questions = []
+    for pair in pairs:
+        text = request.prompt.replace("{question}", pair.turns[-1].question)
+        questions.append(EndpointQuestion(text, tuple(Path(image.uri) for image in pair.images)))
     try:
         answers = endpoint.ask(questions, "zero-shot")
     except EndpointError as error:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from m3diff.models import FAMILIES
+from m3diff.models.contract import Processor
 from m3diff.models.decoding import remove_from_folder
 from m3diff.models.family import Family
 from m3diff.models.foreign_code import (
@@ -33,7 +34,6 @@ from m3diff.models.foreign_code import (
     refuse_code_files,
     refuse_foreign_code,
 )
-from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import (
     is_adapted,
     is_adapter,
@@ -295,7 +295,7 @@ def _sha256(path: Path) -> str:
 
 def save_checkpoint(
     model: Any,
-    processor: PairProcessor,
+    processor: Processor,
     folder: Path,
     *,
     family: str,
@@ -440,6 +440,31 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
     manifest = verify_files_to_load(folder)
     refuse_foreign_code(folder)
     refuse_quantized(folder / "config.json")
+    family = _find_family(folder, manifest)
+    with convert_loading_errors(folder):
+        if has_only_adapters(folder):
+            return _load_adapters(folder, manifest, family, dtype, base), family
+        return family.load(folder, dtype), family
+
+
+def load_processor(folder: Path) -> Processor:
+    """Load the processor of a checkpoint or a folder of adapters, without its weights.
+
+    Raises:
+        ForeignCodeError: the folder refers to code.
+        CheckpointError: the folder is incomplete, or the family is unknown.
+    """
+    family = _find_family(folder, read_manifest(folder))
+    with convert_loading_errors(folder):
+        return family.load_processor(folder)
+
+
+def _find_family(folder: Path, manifest: Mapping[str, Any]) -> Family:
+    """Return the family that the manifest names.
+
+    Raises:
+        CheckpointError: the family is unknown, or does not support the `model_type` in config.json.
+    """
     family_name: Any = manifest.get("family")
     if family_name not in list(FAMILIES):
         raise CheckpointError(
@@ -447,10 +472,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
         )
     family = FAMILIES[family_name]
     _check_model_type(folder / "config.json", family_name, family)
-    with convert_loading_errors(folder):
-        if has_only_adapters(folder):
-            return _load_adapters(folder, manifest, family, dtype, base), family
-        return family.load(folder, dtype), family
+    return family
 
 
 def _load_adapters(

@@ -1,4 +1,4 @@
-"""An image in the tables that stages pass on."""
+"""Images and turns in the tables that stages pass on."""
 
 from typing import NamedTuple
 
@@ -13,3 +13,15 @@ class ImageRef(NamedTuple):
 
     uri: str
     sha256: bytes | None = None
+
+
+class Turn(NamedTuple):
+    """A question of a dialogue with its answer.
+
+    Attributes:
+        question: the question.
+        answer: the answer, or an empty text if the question is still to be answered.
+    """
+
+    question: str
+    answer: str = ""

@@ -25,6 +25,7 @@ from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.device import process_environment
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source, load
 from m3diff.serving.memory import PauseTrimmer
 from m3diff.serving.model_card import ModelCard
@@ -33,6 +34,7 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
+    from m3diff.models.contract import Prepared
     from m3diff.models.generation import Captioner
 
 DECODERS = 2  # number of threads that decode images
@@ -111,12 +113,12 @@ class PreparedPair(NamedTuple):
     """A pair that is ready for the model.
 
     Attributes:
-        inputs: the images before and after, prepared by the model's processor.
+        inputs: the images, prepared by the model's processor.
         overlay_images: both images, scaled down to the size of an overlay, or None if no overlay was requested.
     """
 
     question: str
-    inputs: tuple[np.ndarray, np.ndarray]
+    inputs: "Prepared"
     overlay_images: tuple[Image.Image, Image.Image] | None
 
 
@@ -208,8 +210,8 @@ class Replica:
             caption=caption.text,
             model=self.name,
             overlay=overlay,
-            prompt_tokens=len(processor.encode_prompt(pair.question)),
-            completion_tokens=len(processor.encode_reference(caption.text)),
+            prompt_tokens=len(processor.encode_prompt((Turn(pair.question),), pair.inputs.marks)),
+            completion_tokens=len(processor.encode_answer(caption.text)),
             batch_pairs=caption.batch_pairs,
         )
 
@@ -258,18 +260,21 @@ def prepare_pair(captioner: "Captioner", asked: Asked) -> PreparedPair:
     Raises:
         ImageError: an image cannot be decoded.
     """
-    inputs: list[np.ndarray] = []
     overlay_images: list[Image.Image] = []
-    for data in (asked.before, asked.after):
-        image = load_image(io.BytesIO(data))
-        inputs.append(captioner.processor.prepare_image(image))
-        if asked.overlay:
-            image.thumbnail((OVERLAY_PX, OVERLAY_PX))
-            overlay_images.append(image)
-        del image  # frees its memory before the second image is decoded
+
+    def decode_images() -> Iterator[Image.Image]:
+        for data in (asked.before, asked.after):
+            image = load_image(io.BytesIO(data))
+            yield image
+            if asked.overlay:
+                image.thumbnail((OVERLAY_PX, OVERLAY_PX))
+                overlay_images.append(image)
+            del image  # frees its memory before the next image is decoded
+
+    inputs = captioner.processor.prepare(decode_images())
     return PreparedPair(
         question=asked.question or captioner.question,
-        inputs=(inputs[0], inputs[1]),
+        inputs=inputs,
         overlay_images=(overlay_images[0], overlay_images[1]) if overlay_images else None,
     )
 
@@ -286,8 +291,8 @@ def caption_pairs(captioner: "Captioner", pairs: Sequence[PreparedPair]) -> list
         positions_by_group.setdefault((pair.question, has_overlay), []).append(position)
     captions: dict[int, BatchCaption] = {}
     for (question, has_overlay), positions in positions_by_group.items():
-        images = [image for position in positions for image in pairs[position].inputs]
-        texts, saliency_maps = captioner.answer(images, question, has_overlay)
+        prepared = [pairs[position].inputs for position in positions]
+        texts, saliency_maps = captioner.answer(prepared, [(Turn(question),)] * len(prepared), has_overlay)
         maps: Sequence[np.ndarray | None] = [None] * len(texts) if saliency_maps is None else list(saliency_maps)
         for position, text, saliency_map in zip(positions, texts, maps, strict=True):
             captions[position] = BatchCaption(text, saliency_map, batch_pairs=len(pairs))

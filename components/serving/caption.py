@@ -30,6 +30,7 @@ from m3diff.images.saliency import draw_outlines
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, cause_of, shell_word
 from m3diff.records.progress import progress
+from m3diff.records.sample import Turn
 from m3diff.serving.questions import note_about
 from m3diff.settings.section import ParamsError
 
@@ -360,11 +361,9 @@ def _caption_batch(
     Raises:
         DataError: overlays were requested, but the model does not compute saliency maps.
     """
-    prepared_images = []
-    for before, after in images.values():
-        prepared_images.append(captioner.processor.prepare_image(before))
-        prepared_images.append(captioner.processor.prepare_image(after))
-    texts, saliency_maps = captioner.answer(prepared_images, question, has_overlay)
+    prepared = [captioner.processor.prepare(pair) for pair in images.values()]
+    dialogues = [(captioner.ask(question),)] * len(prepared)
+    texts, saliency_maps = captioner.answer(prepared, dialogues, has_overlay)
     captions = dict(zip(images, texts, strict=True))
     if not has_overlay:
         return captions, {}
@@ -401,7 +400,7 @@ def check_question(captioner: "Captioner", question: str | None) -> None:
     if not captioner.family.reads_question:
         raise ParamsError("serving.question_not_read", value=question)
     try:
-        captioner.processor.encode_prompt(question)
+        captioner.encode_prompt((Turn(question),), images=2)
     except ValueError as error:
         raise ParamsError("serving.unusable_question", value=question, cause=cause_of(error)) from error
 

@@ -623,7 +623,7 @@ def _encode_samples(
     The mask selects the positions whose next token belongs to the answer.
     """
     prompts = [architecture.encode_prompt(question, image_count) for question, _ in samples]
-    answers = [architecture.processor.encode_reference(answer) for _, answer in samples]
+    answers = [architecture.processor.encode_answer(answer) for _, answer in samples]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     ids = torch.full((len(samples), length), architecture.processor.pad_id)
     is_supervised = torch.zeros((len(samples), length), dtype=torch.bool)

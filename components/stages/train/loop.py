@@ -18,10 +18,11 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
+from m3diff.models.contract import PackedBatch, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from m3diff.models.fused import choose_attention, register_kernels
-from m3diff.models.processing import PairProcessor
+from m3diff.models.masks import pack
 from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
 from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
@@ -37,7 +38,6 @@ from m3diff.stages.train.job import (
     name_full_disk,
     require_newest_attempt,
 )
-from m3diff.stages.train.packing import pack
 from m3diff.stages.train.params import Train
 from m3diff.stages.train.validation import Validation
 
@@ -97,7 +97,7 @@ class MeanLengths:
 
 def prepare_model(
     cfg: Train, settings: Settings, compute: Compute, family: Family, weights: Path | None = None
-) -> tuple[Any, PairProcessor]:
+) -> tuple[Any, Processor]:
     """Return the model to train and its processor.
 
     The model gets new LoRA adapters. If the loaded folder does not contain the family's module, the layers that the
@@ -155,9 +155,10 @@ class Training:
         # The validation split has the question of evaluation, and the training split may have several wordings of it
         self.question = batches.find_usual_question(validation_samples, training_samples)
         self.validation = Validation(job, validation_samples, worker, self.processor, self.device)
+        self.packing = self.family.packing()
         augment = partial(self.family.augment, job.model) if self.family.augment else None
         self.loader = batches.Loader(
-            training_samples, self.processor, compute.cpus_per_worker, self.device, augment=augment
+            training_samples, self.processor, self.packing, compute.cpus_per_worker, self.device, augment=augment
         )
 
         contribution = self.family.contribution
@@ -213,7 +214,8 @@ class Training:
         token_counts = []
         supervised_counts = []
         for rows in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
-            sequence = pack([self.loader.pairs_of(rows)])
+            marks = self.processor.marks(len(self.schedule.samples.images(rows[0])))
+            sequence = pack([self.loader.encode(rows, marks)])
             token_counts.append(sequence.tokens)
             supervised_counts.append(len(sequence.labels))
         return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
@@ -276,7 +278,7 @@ class Training:
             self.validate(folder)
         return steps_done
 
-    def train_step(self, step: int, micro_batches: list[batches.MicroBatch]) -> None:
+    def train_step(self, step: int, micro_batches: list[PackedBatch]) -> None:
         """Take optimizer step `step`, counted from 0, and add its row to the curves.
 
         In the first step and in every logged step, the forward pass also measures how much the family's module
@@ -297,7 +299,7 @@ class Training:
             recording = contribution.record(unwrap_model(self.engine.module))
         with recording as module_sums:
             loss, grad_norm = engine.take_step(
-                self.engine, micro_batches, self.processor, self.device, rates, self.worker.ranks
+                self.engine, micro_batches, self.packing, self.processor, self.device, rates, self.worker.ranks
             )
         self._require_finite(step, loss, grad_norm)
 

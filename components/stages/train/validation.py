@@ -13,11 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
+from m3diff.models.contract import Processor
 from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
-from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import unwrap_model
 from m3diff.scoring.characters import space_out_characters
 from m3diff.stages.train import batches, engine
@@ -57,7 +56,7 @@ class Validation:
     """
 
     def __init__(
-        self, job: Job, samples: batches.Samples, worker: WorkerContext, processor: PairProcessor, device: Device
+        self, job: Job, samples: batches.Samples, worker: WorkerContext, processor: Processor, device: Device
     ) -> None:
         compute = job.compute
         seed = job.cfg.seed
@@ -70,7 +69,8 @@ class Validation:
         # with ZeRO 3, a forward pass gathers weights from all workers, so all workers must run the same number of
         # forward passes
         self.needs_equal_forwards = compute.zero_stage == 3
-        self.loader = batches.Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
+        self.packing = self.family.packing()
+        self.loader = batches.Loader(samples, processor, self.packing, compute.cpus_per_worker, device)
 
         loss_pairs = sample_pairs(samples, compute.val_pairs, seed)
         self.datasets = list(loss_pairs)
@@ -104,10 +104,10 @@ class Validation:
             return {}
         sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)  # [datasets, 2]: loss and tokens
         model.eval()
-        for dataset_number, batch in self.batches:
-            micro_batch = batches.complete(batch, self.device, self.processor.pad_id)
-            loss = engine.token_loss(model, micro_batch, self.processor, self.device)
-            sums[dataset_number] += torch.tensor([float(loss), batch.supervised_tokens], dtype=torch.float64)
+        for dataset_number, sequences in self.batches:
+            batch = self.packing.batch(sequences, self.processor, self.device)
+            loss = engine.token_loss(model, batch, self.packing, self.processor, self.device)
+            sums[dataset_number] += torch.tensor([float(loss), float(batch.weights.sum())], dtype=torch.float64)
         model.train()
         loss_sums, token_counts = engine.sum_over_ranks(sums, self.ranks).T.tolist()
         losses = {"val_loss": sum(loss_sums) / sum(token_counts)}
@@ -136,23 +136,24 @@ class Validation:
     def _captions(self, model: Any, first_rows: list[int]) -> dict[int, str]:
         """Caption the pairs that start at these rows and return the captions by row number.
 
-        All pairs of a batch have the same question, so no prompt needs padding and the pairs do not affect each other's
+        All prompts of a batch have the same length, so none needs padding and the pairs do not affect each other's
         captions.
         """
         own_rows = first_rows if self.needs_equal_forwards else first_rows[self.rank :: self.ranks]
-        rows_by_question: dict[str, list[int]] = {}
-        for row in own_rows:
-            question = self.samples.value("question", row)
-            rows_by_question.setdefault(question, []).append(row)
         model.eval()
         captioner = Captioner(unwrap_model(model.module), self.processor, self.family, MAX_NEW_TOKENS)
+        rows_by_shape: dict[tuple[int, int], list[int]] = {}  # by number of images and length of the prompt
+        for row in own_rows:
+            images = len(self.samples.images(row))
+            prompt = captioner.encode_prompt(self.samples.turns(row), images)
+            rows_by_shape.setdefault((images, len(prompt)), []).append(row)
         captions: dict[int, str] = {}
-        for question, rows in rows_by_question.items():
+        for rows in rows_by_shape.values():
             for start in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[start : start + CAPTION_BATCH]
-                files = [self.samples.images(row) for row in batch]
-                images = [(load_image(*before), load_image(*after)) for before, after in files]
-                captions |= zip(batch, captioner.caption(images, question), strict=True)
+                prepared = [self.loader.prepare_images(row, None) for row in batch]
+                answers, _ = captioner.answer(prepared, [self.samples.turns(row) for row in batch])
+                captions |= zip(batch, answers, strict=True)
         model.train()
         if self.needs_equal_forwards or self.ranks == 1:
             return captions
