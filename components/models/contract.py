@@ -60,6 +60,8 @@ class Processor(Protocol):
     """Converts images and texts into model inputs, and generated tokens into texts."""
 
     tokenizer: Any
+    places_images: bool
+    """Whether an image can be anywhere in a prompt. Otherwise, all images come first."""
 
     @property
     def pad_id(self) -> int:

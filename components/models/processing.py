@@ -58,6 +58,7 @@ class TextProcessor:
     tokenizer: Any
     image_processor: Any
     end_id: int
+    places_images = False  # the chat templates of LLaVA move all images to the front
 
     @property
     def pad_id(self) -> int:

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+IMAGE_MARK = "<image>"  # where a question of a dataset says that an image belongs in the text
+
 
 class ImageRef(NamedTuple):
     """Where an image is, and the bytes that it must have.

@@ -33,8 +33,11 @@ from m3diff.records.sample import ImageRef, Turn
 from m3diff.stages.train.job import DatasetFilter
 
 SCHEMA = pl.Schema(  # columns of a split that training reads (components/records/schemas.py)
-    dict.fromkeys(("record", "dataset", "question", "answer"), pl.String)
-    | {"images": pl.List(pl.Struct({"uri": pl.String, "sha256": pl.Binary}))}
+    dict.fromkeys(("record", "image_set", "dataset", "question", "answer"), pl.String)
+    | {
+        "images": pl.List(pl.Struct({"uri": pl.String, "sha256": pl.Binary})),
+        "history": pl.List(pl.Struct({"question": pl.String, "answer": pl.String})),
+    }
 )
 
 ALL = DatasetFilter()
@@ -53,19 +56,19 @@ AUGMENTATION_SEED = 1  # extra seed, so that the augmentation does not reuse the
 
 
 class Samples:
-    """The samples of a split as columns. Samples of the same pair are adjacent.
+    """The samples of a split as columns. Samples of the same image set are adjacent.
 
     Args:
         table: table with the columns of SCHEMA.
 
     Attributes:
-        starts: first row of each pair.
+        starts: first row of each image set.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
         self.table = table
-        record = table["record"]
-        self.starts = (record != record.shift()).fill_null(True).arg_true().to_numpy()
+        image_set = table["image_set"]
+        self.starts = (image_set != image_set.shift()).fill_null(True).arg_true().to_numpy()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -74,8 +77,8 @@ class Samples:
         """Return the value of a column of SCHEMA in one row."""
         return self.table[column][int(row)]
 
-    def pairs(self) -> list[np.ndarray]:
-        """Return the row numbers of each pair, in order of appearance."""
+    def image_sets(self) -> list[np.ndarray]:
+        """Return the row numbers of each image set, in order of appearance."""
         rows = np.arange(len(self), dtype=np.int32)
         return [rows[start:end] for start, end in pairwise([*self.starts, len(self)])]
 
@@ -85,7 +88,8 @@ class Samples:
 
     def turns(self, row: int) -> tuple[Turn, ...]:
         """Return the turns of a sample. The last one is its question and answer."""
-        return (Turn(self.value("question", row), self.value("answer", row)),)
+        history = [Turn(**turn) for turn in self.value("history", row)]
+        return (*history, Turn(self.value("question", row), self.value("answer", row)))
 
 
 def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
@@ -139,7 +143,7 @@ class Schedule:
     micro-batches.
 
     Attributes:
-        max_captions: maximum number of references per sequence; None allows all references of a pair.
+        max_captions: maximum number of samples per sequence; None allows all samples of an image set.
         micro_batch: number of sequences per micro-batch.
         ranks: number of workers.
     """
@@ -168,11 +172,11 @@ class Schedule:
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Return the row numbers of each sequence of an epoch, in training order.
 
-        A sequence has up to `max_captions` rows, all of the same pair.
+        A sequence has up to `max_captions` rows, all of the same image set.
         """
         rng = np.random.default_rng([self.seed, epoch])
         sequences: list[np.ndarray] = []
-        for rows in self.samples.pairs():
+        for rows in self.samples.image_sets():
             rng.shuffle(rows)
             most = self.max_captions or len(rows)
             sequences += [rows[at : at + most] for at in range(0, len(rows), most)]
@@ -184,7 +188,7 @@ class Schedule:
         return self.epoch(epoch)[batch * self.global_batch : (batch + 1) * self.global_batch]
 
     def captions(self, steps: int) -> int:
-        """Return the number of references that the first `steps` steps train on, over all workers."""
+        """Return the number of samples that the first `steps` steps train on, over all workers."""
         epochs, rest = divmod(steps, self.steps_per_epoch)
         begun = self.epoch(epochs)[: rest * self.global_batch] if rest else []
         return epochs * len(self.samples) + sum(len(rows) for rows in begun)

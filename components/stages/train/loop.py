@@ -39,6 +39,7 @@ from m3diff.stages.train.job import (
     require_newest_attempt,
 )
 from m3diff.stages.train.params import Train
+from m3diff.stages.train.sample_checks import check_samples
 from m3diff.stages.train.validation import Validation
 
 LOG_EVERY_STEPS = 20
@@ -152,6 +153,8 @@ class Training:
             epochs=cfg.epochs,
             ranks=worker.ranks,
         )
+        for samples in (training_samples, validation_samples):
+            check_samples(samples, job.model.family, self.family.takes, self.processor, cfg.max_tokens)
         # The validation split has the question of evaluation, and the training split may have several wordings of it
         self.question = batches.find_usual_question(validation_samples, training_samples)
         self.validation = Validation(job, validation_samples, worker, self.processor, self.device)
@@ -209,6 +212,19 @@ class Training:
         exported_step = self.export()
         return self.report_figures(exported_step, flops_per_step)
 
+    def trained_on(self) -> dict[str, Any]:
+        """Return what the manifest of the checkpoint says about the training samples.
+
+        `question` is the question that is asked by default, `images` are the numbers of images of the image sets, and
+        `turns` is the largest number of turns of a sample.
+        """
+        table = self.schedule.samples.table
+        return {
+            "question": self.question,
+            "images": sorted(set(table["images"].list.len())),
+            "turns": 1 + max(table["history"].list.len()),
+        }
+
     def measure_lengths(self) -> MeanLengths:
         """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
         token_counts = []
@@ -237,7 +253,7 @@ class Training:
         lines = (
             f"{schedule.global_batch} sequences per step = micro-batches of {schedule.micro_batch} x "
             f"{accumulation_steps} accumulation step(s) x {schedule.ranks} worker(s)",
-            f"{len(schedule.samples.pairs()):,} pairs with {len(schedule.samples):,} references, packed into "
+            f"{len(schedule.samples.image_sets()):,} pairs with {len(schedule.samples):,} references, packed into "
             f"{sequences:,} sequences per epoch",
             f"about {lengths.tokens * sequences:,.0f} tokens per epoch: {lengths.tokens:.1f} per sequence, of which "
             f"{lengths.supervised_tokens:.1f} are supervised",
@@ -459,7 +475,7 @@ class Training:
                         family=job.model.family,
                         base=job.cfg.base,
                         base_sha256=job.base_sha256,
-                        trained_on={"question": self.question},
+                        trained_on=self.trained_on(),
                     )
                     self.curve.write(job.out / CURVES_FILE)
         return self.schedule.steps if folder is None else state.step_of(folder)

@@ -37,8 +37,13 @@ class Train(Section):
     """Seed for the initial values of new weights, the order of the samples and the choice of validation pairs."""
 
     max_captions_per_sequence: int | None = Field(ge=1)
-    """Maximum number of references of a pair that are packed behind one shared prefix; null packs all of them. A larger
-    number makes training cheaper per caption, but the captions in a step are then more correlated."""
+    """Maximum number of samples of an image set, such as the references of a pair, that are packed behind one shared
+    prefix; null packs all of them. A larger number makes training cheaper per sample, but the samples in a step are
+    then more correlated."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum length of a sample in tokens, including the visual tokens. Training does not start if a sample is longer,
+    and never cuts one. null allows any length."""
 
     global_batch: int = Field(ge=1)
     """Number of sequences per optimizer step, over all workers. Must be a multiple of `compute.micro_batch` times the

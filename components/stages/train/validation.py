@@ -35,7 +35,7 @@ def sample_pairs(samples: batches.Samples, count: int, seed: int) -> dict[str, l
     if not count:
         return {}
     pairs_by_dataset: dict[str, list[np.ndarray]] = {}
-    for rows in samples.pairs():
+    for rows in samples.image_sets():
         dataset = samples.value("dataset", rows[0])
         pairs_by_dataset.setdefault(dataset, []).append(rows)
     sampled_pairs = {}
