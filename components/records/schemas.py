@@ -38,6 +38,7 @@ CHANGE_TYPES: tuple[ChangeType, ...] = get_args(ChangeType)
 NO_CHANGE = "none"  # change type of a distractor, a pair in which only camera, light or noise differ slightly
 
 IMAGE = pa.struct([("uri", pa.string()), ("sha256", pa.binary())])  # an `ImageRef`
+TURN = pa.struct([("question", pa.string()), ("answer", pa.string())])  # a `Turn`
 
 RECORD_SCHEMA = pa.schema(
     [
@@ -65,10 +66,12 @@ SAMPLE_SCHEMA = pa.schema(
     [
         ("id", pa.string()),  # "<record id>#<reference number>"; for a repeated pair, followed by "x<copy number>"
         ("record", pa.string()),  # the record's id; the samples of a record are consecutive
+        ("image_set", pa.string()),  # the record's image set; its samples are consecutive, too
         ("dataset", pa.string()),
         ("split", pa.string()),
-        ("images", pa.list_(IMAGE)),  # the image before, then the image after
-        ("question", pa.string()),
+        ("images", pa.list_(IMAGE)),  # of two images, the image before, then the image after
+        ("history", pa.list_(TURN)),  # the turns before the question
+        ("question", pa.string()),  # the record's, or one of the dataset's task
         ("answer", pa.string()),  # the answer to train on: one reference of the record, or all references joined
     ]
 )

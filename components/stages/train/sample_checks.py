@@ -39,7 +39,9 @@ def check_samples(
 
 def faults_of_samples(samples: Samples, family: str, takes: Takes, processor: Processor) -> Iterator[Fault]:
     """Yield a fault for each property of samples that the family cannot process, with the number of these samples."""
-    texts = pl.concat_str("question", "answer", pl.col("history").cast(pl.String), separator="\n", ignore_nulls=True)
+    turn = pl.element().struct
+    history = pl.col("history").list.eval(pl.concat_str(turn.field("question"), turn.field("answer"))).list.join("")
+    texts = pl.concat_str("question", "answer", history)
     table = samples.table.select(
         "dataset",
         "record",
