@@ -1,6 +1,8 @@
-"""An image in the tables that stages pass on."""
+"""An image, and a turn of a dialogue about images, in the tables that stages pass on."""
 
 from typing import NamedTuple
+
+MOST_IMAGES = 2  # number of images that a question can be about
 
 
 class ImageRef(NamedTuple):
@@ -13,3 +15,10 @@ class ImageRef(NamedTuple):
 
     uri: str
     sha256: bytes | None = None
+
+
+class Turn(NamedTuple):
+    """A question and its answer. The answer is empty where it is asked for."""
+
+    question: str
+    answer: str = ""

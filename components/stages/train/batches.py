@@ -30,6 +30,7 @@ from m3diff.models.processing import PairProcessor
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.progress import prefetch
 from m3diff.records.sample import ImageRef
+from m3diff.records.tables import part_paths
 from m3diff.stages.train.job import DatasetFilter
 from m3diff.stages.train.packing import Packed, pack
 
@@ -91,7 +92,7 @@ def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
         DataError: a file cannot be read.
     """
     tables = [SCHEMA.to_frame()]
-    for file in sorted(folder.glob("*.parquet")):
+    for file in part_paths(folder):
         with data_error_if_unreadable(file):
             tables.append(pl.read_parquet(file, columns=SCHEMA.names()).select(SCHEMA.names()))
     named = pl.col("dataset").is_in(chosen.names)
