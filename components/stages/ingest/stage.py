@@ -8,7 +8,6 @@ content. In DVC, each dataset has a separate stage, so adding a dataset does not
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -27,7 +26,7 @@ from m3diff.datasets.tables import SIDES
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, is_utf8
-from m3diff.records.files import StageReport, write_atomic
+from m3diff.records.files import StageReport, remove_folder, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.records.tables import write_table
 from m3diff.stages.ingest.captions import find_odd_captions
@@ -76,7 +75,7 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     _print_notes(name, rows, option_notes, odd_captions)
 
     folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(folder)
     records, annotation_rows = to_records(name, entry, unpack_images(rows, folder / "images"))
     if not records:
         code = "ingest.no_captioned_pair" if rows else "ingest.no_pair"

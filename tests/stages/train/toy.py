@@ -48,6 +48,8 @@ def pair_rows(folder: Path, split: str, dataset: str, number: int) -> list[dict[
     pair = f"{dataset}/{split}{number}"
     row = {
         "record": pair,
+        "image_set": pair,
+        "history": [],
         "dataset": dataset,
         "split": split,
         "question": "What changed?",
