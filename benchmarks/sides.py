@@ -99,7 +99,8 @@ def write_mixture(folder: Path, pairs: int, side: int) -> Path:
             Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
             images.append({"uri": str(file), "sha256": sha256(file.read_bytes()).digest()})
         name = f"minichange/{number}"
-        ids = {"record": name, "dataset": "minichange", "split": "train", "question": pair["question"]}
+        ids = {"record": name, "image_set": name, "dataset": "minichange", "split": "train"}
+        ids |= {"question": pair["question"], "history": []}
         for index, reference in enumerate(pair["references"][:REFERENCES]):
             rows.append({"id": f"{name}#{index}", "answer": reference, "images": images} | ids)
     for split, content in (("train", rows), ("val", [])):

@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 
 from m3diff.datasets.minichange.language import grammar
+from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.records.tables import write_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import IngestReport, ingest
 from m3diff.stages.validate import stage
@@ -27,6 +29,12 @@ from m3diff.stages.validate.suite import ExpectationResult
 def list_images(*paths: Path | str) -> list[dict[str, Any]]:
     """Return the column `images` of a record whose images are these files."""
     return [{"uri": str(path), "sha256": hashlib.sha256(Path(path).read_bytes()).digest()} for path in paths]
+
+
+def write_record_table(table: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema = RECORD_SCHEMA) -> None:
+    """Write records as a table. A record without an image set or history gets those of a captioned pair."""
+    records = [{"image_set": row.get("id"), "history": [], **row} for row in rows]
+    write_table(pa.Table.from_pylist(records, schema=schema), table)
 
 
 def uris_of(record: Mapping[str, Any]) -> list[str | None]:

@@ -313,8 +313,8 @@ def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, case):
     _, layout, change, rule, words = case
     read = build(tmp_path, layout, change)()
     report = run_validate(tmp_path)
-    quarantine = pl.read_parquet(tmp_path / "clean/quarantine.parquet").filter(pl.col("rules") != ["not_in_test"])
-    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    quarantine = pl.read_parquet(tmp_path / "clean/quarantine").filter(pl.col("rules") != ["not_in_test"])
+    clean = pl.read_parquet(tmp_path / "clean/records")
     assert read.rows_out == report.rows_in == clean.height + report.quarantined
     assert clean.height > 0
     assert quarantine.height > 0
@@ -330,6 +330,6 @@ def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, case):
 def test_harmless_forms_are_read_as_they_were_meant(tmp_path, layout, change):
     build(tmp_path, layout, change)()
     report = run_validate(tmp_path)
-    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    clean = pl.read_parquet(tmp_path / "clean/records")
     assert report.quarantined == 0
     assert clean["references"].to_list() == [["it fell"]] * 3

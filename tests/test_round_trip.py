@@ -41,8 +41,8 @@ def test_any_records_come_through_the_pipeline(pairs):
         write_manifest(folder / "raw", pairs)
         run_ingest(folder / "raw", "pairs", manifest="pairs.jsonl", no_caption=[], separator="")
         report = run_validate(folder, near_duplicate_max_diff=None)
-        clean = pl.read_parquet(folder / "clean/records.parquet")
-        quarantine = pl.read_parquet(folder / "clean/quarantine.parquet")
+        clean = pl.read_parquet(folder / "clean/records")
+        quarantine = pl.read_parquet(folder / "clean/quarantine")
         assert report.rows_in == len(pairs) == clean.height + quarantine.height
         assert all(row["reason"] and row["rules"] for row in quarantine.iter_rows(named=True))
         for record in clean.iter_rows(named=True):

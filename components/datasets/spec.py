@@ -20,13 +20,19 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A pair of images with captions, as a reader yields it. Its values are not yet checked.
+    """A question about images with its answers, as a reader yields it. Its values are not yet checked.
 
     Attributes:
-        name: the pair's id without the dataset's name.
-        scene: pairs of the same scene must be in the same split.
-        images: the image before and the image after, each as a path relative to the dataset's root or as an `Embedded`
-            image. Empty in a row that cannot be read.
+        name: the record's id without the dataset's name.
+        scene: image sets of the same scene must be in the same split. None: each image set is a scene.
+        images: each as a path relative to the dataset's root or as an `Embedded` image. Of two images, the first is the
+            image before. Empty in a row that cannot be read.
+        image_set: name of the images. Rows with the same images have the same. None: the images are those of this row
+            alone, and are called as the row.
+        question: question that the references answer. None: they answer the question of the dataset's task, what
+            changed.
+        history: questions and answers before the question.
+        kind: kind of the question, such as "count". None if it is unknown.
         source: file and row or key, with the file's path relative to the root.
         fault: why the row is unusable. None if the reader found no fault.
         raw_rows: number of annotation rows that were merged into this row.
@@ -36,10 +42,14 @@ class Row:
 
     name: Any
     split: Any
-    scene: Any
     images: tuple[Any, ...]
     references: Any
     source: str
+    scene: Any = None
+    image_set: Any = None
+    question: Any = None
+    history: Sequence[tuple[Any, Any]] = ()
+    kind: Any = None
     change_types: list[str] = field(default_factory=list)
     fault: Fault | None = None
     raw_rows: int = 1

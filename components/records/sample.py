@@ -1,7 +1,8 @@
-"""Images and turns in the tables that stages pass on."""
+"""An image, and a turn of a dialogue about images, in the tables that stages pass on."""
 
 from typing import NamedTuple
 
+MOST_IMAGES = 2  # number of images that a question can be about
 IMAGE_MARK = "<image>"  # where a question of a dataset says that an image belongs in the text
 
 

@@ -38,16 +38,18 @@ class StageOutput(NamedTuple):
         stage: the stage that writes the output.
         name: the last component of the output's path.
         tag: the version tag that holds the output's hash, or None if there is no such tag.
+        older_names: the name in versions that earlier releases registered.
     """
 
     part: str
     stage: str
     name: str
     tag: str | None
+    older_names: tuple[str, ...] = ()
 
 
 OUTPUTS = (
-    StageOutput(part="records", stage="validate", name="records.parquet", tag=None),
+    StageOutput(part="records", stage="validate", name="records", tag=None, older_names=("records.parquet",)),
     StageOutput(part="mixture", stage="convert", name="train", tag="dvc.data"),
     StageOutput(part="mixture", stage="convert", name="val", tag="dvc.val_data"),
     StageOutput(part="mixture", stage="convert", name="test", tag=None),
@@ -175,7 +177,7 @@ def chain_links(tags: Mapping[str, str], lock: Lock) -> Iterator[ChainLink]:
         if output.stage == "train":
             yield ChainLink("base", Path(lock.stage_params("train")["train"]["base"]), "train deps", "dvc.base")
             yield ChainLink("model code", PREDICT_CODE_DIGESTS, "predict deps", CODE_TAG)
-        path = lock.output(output.stage, output.name)
+        path = lock.output(output.stage, output.name, *output.older_names)
         yield ChainLink(output.part, path, f"{output.stage} outs", output.tag)
 
 

@@ -62,16 +62,16 @@ class CaptionedPairs(NamedTuple):
 
 
 def read_test_records(clean: Path) -> dict[str, EvalPair]:
-    """Read the "test" split of records.parquet. Return its pairs by id, in file order and without predictions.
+    """Read the "test" split of the clean records. Return its pairs by id, in file order and without predictions.
 
     Raises:
         DataError: the file cannot be read or does not contain a record of the "test" split.
     """
-    import pyarrow.parquet as pq  # imported here, so that modules that only need protocols do not import pyarrow
+    # imported here, so that modules that only need protocols do not import pyarrow
+    from m3diff.records.tables import read_table
 
-    path = clean / "records.parquet"
-    with data_error_if_unreadable(path):
-        rows = pq.read_table(path, filters=[("split", "=", "test")]).to_pylist()
+    path = clean / "records"
+    rows = read_table(path, filters=[("split", "=", "test")]).to_pylist()
     if not rows:
         raise DataError("scoring.no_test_record", path=path)
     return {row["id"]: pair_of_record(row) for row in rows}

@@ -97,7 +97,7 @@ def test_runs_on_different_pairs_are_refused(runs, tmp_path):
 def test_pairs_that_are_no_test_pairs_here_are_refused(runs, tmp_path):
     unknown = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in bench.pairs(runs)]
     first_folder, second_folder = (write_scores(page_content(runs, unknown), tmp_path / name) for name in ("a", "b"))
-    path = runs / "clean" / "records.parquet"
+    path = runs / "clean" / "records"
     refuse(runs, first_folder, second_folder, tmp_path, "compare.unknown_pairs", path=path, name="toy/90")
 
 

@@ -21,6 +21,7 @@ from m3diff.commands.score.task import ScoringTask, find_task
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.records.errors import DataError, Fault, ParamsError
+from m3diff.records.tables import write_table
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.metrics import METRICS, Metric, MetricScores
@@ -533,11 +534,11 @@ def test_ingests_records_give_the_scores_of_the_datasets_own_folder(clevr, tmp_p
     predictions = write(tmp_path / "p.json", CLEVR | DISTRACTORS)
     total = score(predictions, "clevr_change", "total", data=clevr)
     run_ingest(clevr)
-    records = tmp_path / "records/mini/records.parquet"
+    records = tmp_path / "records/mini/records"
     table = pq.read_table(records)
     rows = table.to_pylist()
     row_with_a_fault = rows[0] | {"id": None, "split": "test"}
-    pq.write_table(pa.Table.from_pylist([*rows, row_with_a_fault], schema=table.schema), records)
+    write_table(pa.Table.from_pylist([*rows, row_with_a_fault], schema=table.schema), records)
     write(predictions, {f"mini/{name}": text for name, text in (CLEVR | DISTRACTORS).items()})
     report = score(predictions, "clevr_change", data=records)
     assert report == score(predictions, "clevr_change", data=records.parent)

@@ -45,9 +45,11 @@ def folders(tmp_path: Path) -> bench.Folders:
     """The bench with its mixture, in another order than the records, each pair with a question of its own."""
     folders = bench.write(tmp_path)
     rows = []
-    for record in pq.read_table(folders.clean / "records.parquet", filters=[("split", "=", "test")]).to_pylist():
+    for record in pq.read_table(folders.clean / "records", filters=[("split", "=", "test")]).to_pylist():
         fields = {
             "record": record["id"],
+            "image_set": record["image_set"],
+            "history": record["history"],
             "dataset": record["dataset"],
             "split": record["split"],
             "images": record["images"],

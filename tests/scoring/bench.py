@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from m3diff.datasets import DATASETS
-from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.report.page import PageContent, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import METRICS, MetricInputs, MetricScores, Tokens
@@ -29,7 +27,7 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import evaluate
-from tests.layouts import list_images
+from tests.layouts import list_images, write_record_table
 from tests.toy import REPOSITORY
 
 GRAMMAR = {
@@ -118,7 +116,7 @@ def write(root: Path, reader: str = "pairs") -> Folders:
         folder.mkdir(parents=True)
     rows = [record(root, name, types, texts) for name, types, texts in RECORDS]
     train = record(root, "6", ["color"], ["the red cube at the left turned blue"]) | {"split": "train"}
-    pq.write_table(pa.Table.from_pylist([*rows, train], schema=RECORD_SCHEMA), folders.clean / "records.parquet")
+    write_record_table(folders.clean / "records", [*rows, train])
     write_json(folders.records / "toy.json", {"stage": "ingest", "dataset": "toy", "reader": reader})
     write_json(folders.records / "toy" / "grammar.json", GRAMMAR)
     write_json(folders.predictions / "predictions.json", as_file(PREDICTIONS))

@@ -4,14 +4,14 @@ import hashlib
 import json
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.records.tables import write_table
 from m3diff.scoring.pairs import load_pairs
 from tests.errors import raises
+from tests.layouts import write_record_table
 from tests.scoring import bench
 
 GOOD = bench.as_file(bench.PREDICTIONS)
@@ -136,10 +136,10 @@ def test_a_lone_surrogate_in_a_caption_becomes_a_question_mark(folders: tuple[Pa
 
 @pytest.mark.fault("17")
 def test_a_record_without_references_and_change_types_is_read(folders: tuple[Path, Path]):
-    path = folders[0] / "records.parquet"
+    path = folders[0] / "records"
     rows = pq.read_table(path).to_pylist()
     rows[1] |= {"references": [], "change_types": None}
-    pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), path)
+    write_record_table(path, rows)
     pair = load_pairs(*folders).pairs[1]
     assert pair.references == [""]
     assert pair.change_types == []
@@ -147,7 +147,7 @@ def test_a_record_without_references_and_change_types_is_read(folders: tuple[Pat
 
 
 def test_records_without_a_test_pair_are_refused(folders: tuple[Path, Path]):
-    path = folders[0] / "records.parquet"
-    pq.write_table(pq.read_table(path).slice(6), path)
+    path = folders[0] / "records"
+    write_table(pq.read_table(path).slice(6), path)
     with raises(DataError, "scoring.no_test_record", path=path):
         load_pairs(*folders)

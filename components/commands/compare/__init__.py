@@ -65,7 +65,7 @@ def compare(first_path: Path, second_path: Path, records: Path, clean: Path, out
         compared_ids |= dict.fromkeys(runs[0].rows[protocol])
     unknown_ids = [pair_id for pair_id in compared_ids if pair_id not in test_pairs]
     if unknown_ids:
-        raise DataError("compare.unknown_pairs", path=clean / "records.parquet", names=unknown_ids, name=unknown_ids[0])
+        raise DataError("compare.unknown_pairs", path=clean / "records", names=unknown_ids, name=unknown_ids[0])
     specs = load_specs(records, (test_pairs[pair_id] for pair_id in compared_ids))
     grammars = load_grammars(records, specs)
     rights = {dataset: find_image_rights(spec) for dataset, spec in specs.items()}

@@ -14,15 +14,16 @@ the data, but does not support LLaVA-OneVision.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import polars as pl
 
 from m3diff.commands.export.datasets import find_spec, licence_notices
-from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.errors import DataError
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
+from m3diff.records.tables import iterate_parts, part_paths
 from m3diff.stages.ingest.params import DatasetEntry
 
 
@@ -40,7 +41,7 @@ def export_llava(
 
     Args:
         entries: the datasets of the run. Their readers determine the licences.
-        mixture: the output folder of convert, which contains `<split>/*.parquet`.
+        mixture: the output folder of convert, which contains a table for each split.
         out: the folder to write to.
         allow_unlicensed: whether to include datasets whose licences do not permit redistribution.
         absolute: whether to write absolute image paths. Otherwise, the paths in the samples are used.
@@ -48,24 +49,19 @@ def export_llava(
     Raises:
         DataError: there are no samples, or a dataset's licence does not permit redistribution.
     """
-    shards_by_split = {split: sorted((mixture / split).glob("*.parquet")) for split in SPLITS}
-    if not any(shards_by_split.values()):
+    splits = [split for split in SPLITS if part_paths(mixture / split)]
+    if not splits:
         raise DataError("export.no_samples", path=mixture)
     dataset_names: set[str] = set()
-    for shards in shards_by_split.values():
-        for shard in shards:
-            with data_error_if_unreadable(shard):
-                dataset_names |= set(pl.read_parquet(shard, columns=["dataset"])["dataset"])
+    for split in splits:
+        for part in iterate_parts(mixture / split, columns=["dataset"]):
+            dataset_names |= set(part["dataset"].unique().to_pylist())
     specs = {name: find_spec(name, entries) for name in sorted(dataset_names)}
     for notice in licence_notices(specs, ["redistribute"], allow_unlicensed):
         print(notice)
     out.mkdir(parents=True, exist_ok=True)
     image_root = Path.cwd() if absolute else None
-    record_counts = {
-        split: write_split(shards, out / f"{split}.json", image_root)
-        for split, shards in shards_by_split.items()
-        if shards
-    }
+    record_counts = {split: write_split(mixture / split, out / f"{split}.json", image_root) for split in splits}
     write_dataset_info(out / "dataset_info.json", record_counts)
     return record_counts
 
@@ -77,12 +73,13 @@ def write_dataset_info(file: Path, splits: Iterable[str]) -> None:
     file.write_text(json.dumps(info, indent=2) + "\n", "utf-8")
 
 
-def write_split(shards: Sequence[Path], path: Path, image_root: Path | None) -> int:
+def write_split(table: Path, path: Path, image_root: Path | None) -> int:
     """Write the records of a split as a JSON list with one record per line, and return the number of records."""
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
-        for shard in progress(shards, f"export {path.name}", total=len(shards), unit="shard"):
-            samples = pl.read_parquet(shard).filter(pl.col("answer") != "")
+        parts = iterate_parts(table)
+        for part in progress(parts, f"export {path.name}", total=len(part_paths(table)), unit="shard"):
+            samples = pl.DataFrame(part).filter(pl.col("answer") != "")
             records = samples.select(record_columns(image_root)).write_ndjson().split("\n")[:-1]
             for record in records:
                 file.write((",\n" if count else "[\n") + record)

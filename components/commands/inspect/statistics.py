@@ -24,6 +24,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
+from m3diff.records.tables import part_paths, read_table
 
 LONG = 20  # a caption with more words counts as long, as in Table 1 of OmniDiff
 SHOWN_PAIRS = 4
@@ -33,7 +34,7 @@ MAX_BINS = 24
 
 
 def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
-    """Write `clean/statistics.html` and `clean/statistics.json` for the records in `clean/records.parquet`.
+    """Write `clean/statistics.html` and `clean/statistics.json` for the table `clean/records`.
 
     Returns:
         The counts over all splits by dataset, as in the JSON file.
@@ -41,10 +42,10 @@ def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
     Raises:
         DataError: the clean records do not exist.
     """
-    path = clean / "records.parquet"
-    if not path.is_file():
-        raise DataError("check.no_clean_records", path=path)
-    records = pl.read_parquet(path)
+    table = clean / "records"
+    if not part_paths(table):
+        raise DataError("check.no_clean_records", path=table)
+    records = pl.DataFrame(read_table(table))
     names = records["dataset"].unique().sort().to_list()
     figures = {name: _count(records.filter(dataset=name)) for name in progress(names, "statistics", len(names))}
     notices = dict[str, str]()

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from m3diff.commands.score.predictions import ID_FIELDS, describe_columns, find_columns, read_text
 from m3diff.commands.score.task import ScoringTask
 from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, pick, read_json
 from m3diff.datasets.filters import SplitNames, split_of_cell
 from m3diff.datasets.split_column import SplitChoice, choose_split_column
 from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, images_of, names_of, read_rows, read_sample
-from m3diff.records.errors import DataError, Fault, data_error_if_unreadable
+from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import SPLITS
+from m3diff.records.tables import part_paths, read_table
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.pairs import EvalPair
 
@@ -24,6 +23,7 @@ from m3diff.scoring.pairs import EvalPair
 CAPTION_COLUMNS = (
     "captions", "references", "caption", "reference", "sentences", "sentence", "descriptions", "description",
 )  # fmt: skip
+PART_NAME = re.compile(r"\d{5}\.parquet")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
 
     Args:
         references: COCO file or table of pairs. None to read `data`.
-        data: the dataset's folder, or ingest's records of the dataset.
+        data: the dataset's folder, ingest's records of the dataset, or a folder that contains their table.
 
     Raises:
         DataError: there are no references, or a test pair cannot be read.
@@ -71,9 +71,9 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
             names=task.spec.files,
             page=task.spec.page,
         )
-    records = data if data.suffix == ".parquet" else data / "records.parquet"
-    if records.is_file():
-        return read_record_references(records, task)
+    for table in (data, data / "records", data / "records.parquet"):
+        if is_table_of_records(table):
+            return read_record_references(table, task)
     if not data.is_dir():
         raise DataError("score.data_missing", path=data, names=task.spec.files)
     return read_dataset_references(data, task)
@@ -98,11 +98,21 @@ def read_dataset_references(folder: Path, task: ScoringTask) -> References:
     return References(pairs, Grammar.load(folder / "grammar.json") if task.spec.grammar else None)
 
 
+def is_table_of_records(path: Path) -> bool:
+    """Return whether a path is a table of records: a folder of numbered parts, or the single file of an older release.
+
+    A dataset's folder may contain Parquet files, too, but with other names.
+    """
+    if path.is_dir():
+        return any(PART_NAME.fullmatch(part.name) for part in part_paths(path))
+    return path.suffix == ".parquet" and path.is_file()
+
+
 def read_record_references(path: Path, task: ScoringTask) -> References:
-    """Read the test pairs from ingest's records.parquet, and the grammar from the same folder."""
-    with data_error_if_unreadable(path, "files.unreadable_stage_output", writer="ingest"):
-        columns = ["id", "dataset", "references", "change_types"]
-        rows = pq.read_table(path, columns=columns, filters=[("split", "=", "test")]).to_pylist()
+    """Read the test pairs from a table of records, and the grammar from the folder that contains the table."""
+    columns = ["id", "dataset", "references", "change_types"]
+    test_rows = [("split", "=", "test")]
+    rows = read_table(path, columns, test_rows, "files.unreadable_stage_output", writer="ingest").to_pylist()
     pairs = {}
     for row in rows:
         if row["id"] is not None:

@@ -8,7 +8,6 @@ content. In DVC, each dataset has a separate stage, so adding a dataset does not
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -17,7 +16,6 @@ from typing import Any
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.doubts import as_yaml, find_doubts
@@ -28,8 +26,9 @@ from m3diff.datasets.tables import SIDES
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, is_utf8
-from m3diff.records.files import StageReport, write_atomic
+from m3diff.records.files import StageReport, remove_folder, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
+from m3diff.records.tables import write_table
 from m3diff.stages.ingest.captions import find_odd_captions
 from m3diff.stages.ingest.params import DatasetEntry
 
@@ -54,7 +53,7 @@ class IngestReport(StageReport):
 
 
 def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> IngestReport:
-    """Write the records of a dataset to `out/<name>/records.parquet` and its report to `out/<name>.json`.
+    """Write the records of a dataset to the table `out/<name>/records` and its report to `out/<name>.json`.
 
     The folder `out/<name>` is emptied first. The records (`RAW_SCHEMA`) include faulty annotation rows. If the dataset
     has a grammar, it is written to `out/<name>/grammar.json`. Images that are embedded in the dataset's table are
@@ -76,15 +75,14 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     _print_notes(name, rows, option_notes, odd_captions)
 
     folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(folder)
     records, annotation_rows = to_records(name, entry, unpack_images(rows, folder / "images"))
     if not records:
         code = "ingest.no_captioned_pair" if rows else "ingest.no_pair"
         raise DataError(code, dataset=name, path=entry.root)
     images = _add_digests(name, records, image_cache)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(records, RAW_SCHEMA), folder / "records.parquet", compression="zstd")
+    write_table(pa.Table.from_pylist(records, RAW_SCHEMA), folder / "records")
     grammar = DATASETS[entry.reader].grammar
     if grammar:
         write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
@@ -201,7 +199,8 @@ def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callabl
     """
     faults = [row.fault] if row.fault else []
     name = _usable_text("id", row.name, faults)
-    scene = _usable_text("scene", row.scene, faults)
+    image_set = name if row.image_set is None else _usable_text("image_set", row.image_set, faults)
+    scene = image_set if row.scene is None and not faults else _usable_text("scene", row.scene, faults)
     split = _usable_text("split", row.split, faults)
     images = []
     if len(row.images) not in (0, len(SIDES)):
@@ -210,13 +209,17 @@ def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callabl
         images.append({"uri": _image_path(side, entry, image, faults, is_in_roots), "sha256": None})
     return {
         "id": name and f"{dataset}/{name}",
+        "image_set": image_set and f"{dataset}/{image_set}",
         "dataset": dataset,
         "split": "train" if split in entry.train_on else split,
         "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
         "images": images,
+        "history": [],
+        "question": None,
         "references": _usable_references(row.references, faults),
         "change_types": row.change_types,
+        "kind": None,
         "source": _escape_surrogates(row.source),
         "fault": "; ".join(_escape_surrogates(str(fault)) for fault in faults) or None,
     }

@@ -39,6 +39,7 @@ from m3diff.records.errors import CodedError, DataError, ParamsError, cause_of, 
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
 from m3diff.records.sample import ImageRef, Turn
+from m3diff.records.tables import part_paths
 from m3diff.runtime import prepare
 from m3diff.settings.compute import Compute
 from m3diff.stages.predict.params import Predict
@@ -71,7 +72,7 @@ class PredictionItem(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-COLUMNS = ["record", "images", "question"]
+COLUMNS = ["record", "images", "history", "question"]
 
 PAIR = 2  # images of a pair
 
@@ -249,7 +250,7 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
     inputs = {
         "predict": cfg.model_dump(mode="json"),
         "checkpoint": manifest["files"],
-        "samples": [f"{file.name} {sha256(file)}" for file in sorted((mixture / "test").glob("*.parquet"))],
+        "samples": [f"{file.name} {sha256(file)}" for file in part_paths(mixture / "test")],
     }
     family_modules = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
     return compute_key(inputs, Path(__file__), family_modules)
@@ -302,12 +303,13 @@ def read_test_items(mixture: Path) -> list[PredictionItem]:
         DataError: the test split is empty, or a file cannot be read.
     """
     items: dict[str, PredictionItem] = {}
-    for file in sorted((mixture / "test").glob("*.parquet")):
+    for file in part_paths(mixture / "test"):
         with data_error_if_unreadable(file):
             table = pq.read_table(file, columns=COLUMNS).to_pydict()
-        for record, images, question in zip(*(table[column] for column in COLUMNS), strict=True):
-            references = tuple(ImageRef(**image) for image in images)
-            items.setdefault(record, PredictionItem(record, references, (Turn(question),)))
+        for record, images, history, question in zip(*(table[column] for column in COLUMNS), strict=True):
+            image_references = tuple(ImageRef(**image) for image in images)
+            turns = [Turn(**turn) for turn in history]
+            items.setdefault(record, PredictionItem(record, image_references, (*turns, Turn(question))))
     if not items:
         raise DataError("predict.no_test_sample", path=mixture / "test")
     return list(items.values())

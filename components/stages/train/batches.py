@@ -30,6 +30,7 @@ from m3diff.models.dialogue import encode_dialogue
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.progress import prefetch
 from m3diff.records.sample import ImageRef, Turn
+from m3diff.records.tables import part_paths
 from m3diff.stages.train.job import DatasetFilter
 
 SCHEMA = pl.Schema(  # columns of a split that training reads (components/records/schemas.py)
@@ -101,7 +102,7 @@ def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
         DataError: a file cannot be read.
     """
     tables = [SCHEMA.to_frame()]
-    for file in sorted(folder.glob("*.parquet")):
+    for file in part_paths(folder):
         with data_error_if_unreadable(file):
             tables.append(pl.read_parquet(file, columns=SCHEMA.names()).select(SCHEMA.names()))
     named = pl.col("dataset").is_in(chosen.names)

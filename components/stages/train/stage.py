@@ -29,6 +29,7 @@ from m3diff.models.settings import Settings
 from m3diff.provenance.code import compute_key
 from m3diff.records.errors import CodedError, DataError, Fault, data_error_if_unreadable
 from m3diff.records.files import StageReport, lock_exclusively, sha256, sha256_of_folder, write_atomic
+from m3diff.records.tables import part_paths
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.job import (
@@ -476,8 +477,7 @@ def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str
 
     The hash does not depend on any path.
     """
-    files = sorted((mixture / "train").glob("*.parquet"))
-    files += sorted((mixture / "val").glob("*.parquet"))
+    files = part_paths(mixture / "train") + part_paths(mixture / "val")
     inputs = {
         "train": cfg.model_dump(mode="json", exclude={"base"}),
         "model": asdict(model),  # type: ignore[call-overload]  # every family's settings are a dataclass

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel
 
@@ -25,7 +24,8 @@ from m3diff.datasets.tables import SIDES
 from m3diff.images.check import OK, check_images
 from m3diff.records.errors import DataError, Fault, command_to_read_again
 from m3diff.records.files import StageReport, write_atomic
-from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
+from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA
+from m3diff.records.tables import load_table, write_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.pairs import Finding, compare_images_of_pairs, list_findings
 from m3diff.stages.validate.params import Validate
@@ -145,11 +145,11 @@ def validate(
     out: Path,
     protocol: str | None = None,
 ) -> ValidateReport:
-    """Write `records.parquet` (clean rows), `quarantine.parquet`, `docs/index.html` (the web page) and `report.json`.
+    """Write the tables `records` (clean rows) and `quarantine`, `docs/index.html` (the web page) and `report.json`.
 
     Args:
         cfg: the section `validate`.
-        entries: the datasets of the run. For each, `records/<name>/records.parquet` is read, in this order.
+        entries: the datasets of the run. For each, the table `records/<name>/records` is read, in this order.
         image_cache: Parquet file that caches verdicts by content. It does not change the output.
         records: folder with the records that ingest wrote.
         out: folder to write to.
@@ -183,7 +183,7 @@ def validate(
         print("validate: no dataset has a test pair, so no model can be scored")
     if faults:
         page = out / "docs" / "index.html"
-        raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine.parquet", page=page)
+        raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine", page=page)
     if rows.quarantine.height:
         bad_row = rows.quarantine.row(0, named=True)
         count = rows.quarantine.height
@@ -200,12 +200,12 @@ def _require_agreement(results: Sequence[ExpectationResult], check_results: Chec
 
 
 def check_records(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path) -> CheckResults:
-    """Check every row in `records/<name>/records.parquet`. This writes caches, but no outputs.
+    """Check every row in the tables `records/<name>/records`. This writes caches, but no outputs.
 
     Raises:
         DataError: records cannot be read, or an image has changed since ingest.
     """
-    files = [records / name / "records.parquet" for name in entries]
+    files = [records / name / "records" for name in entries]
     tables = [load_table(file, RAW_SCHEMA, "ingest", if_empty="validate.no_record") for file in files]
     table = add_image_columns(pl.concat([pl.DataFrame(table) for table in tables]))
     images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
@@ -349,14 +349,13 @@ def read_expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[s
 
 def _split_and_write(check_results: CheckResults, out: Path) -> SplitRows:
     rows = _split_rows(check_results)
-    _write_table(rows.clean, RECORD_SCHEMA, out / "records.parquet")
-    _write_table(rows.quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
+    _write_frame(rows.clean, RECORD_SCHEMA, out / "records")
+    _write_frame(rows.quarantine, QUARANTINE_SCHEMA, out / "quarantine")
     return rows
 
 
-def _write_table(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
-    table = frame.select(schema.names).to_arrow().cast(schema)
-    pq.write_table(table, path, compression="zstd")
+def _write_frame(frame: pl.DataFrame, schema: pa.Schema, table: Path) -> None:
+    write_table(frame.select(schema.names).to_arrow().cast(schema), table)
 
 
 def _split_rows(check_results: CheckResults) -> SplitRows:
@@ -427,7 +426,7 @@ def write_page(
     Args:
         report: the stage's report.
         results: results of the expectations, as `run_suite` returns them.
-        quarantine: the rows of `quarantine.parquet`.
+        quarantine: the rows of the table `quarantine`.
         site: folder of the page.
         faults: the faults for which the data is rejected. They are listed at the top of the page.
     """

@@ -157,7 +157,7 @@ def test_no_made_pair_leaks_over_splits(kind, tmp_path):
     assert report.quarantined == 0
     assert report.leaks == 0
     assert sum(report.overlaps.values()) == 0
-    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    clean = pl.read_parquet(tmp_path / "clean/records")
     assert set(clean["dataset"]) == {"mini", "made"}
     images = clean.explode("images").with_columns(digest=pl.col("images").struct.field("sha256"))
     splits = images.group_by("digest").agg(pl.col("split").n_unique(), pl.col("dataset").n_unique())

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,7 +14,7 @@ from m3diff.stages.convert import stage
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.convert.stage import PAPER_DATASETS, ConvertReport, convert, load_questions, require_test_pairs
 from tests.errors import raises
-from tests.layouts import make_entry
+from tests.layouts import make_entry, write_record_table
 
 QUESTIONS = Path("profiles/questions.yaml")
 LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_pair": 5, "no_change_share": 1.0, "sources": {}}
@@ -32,7 +31,7 @@ def record(name: str, split: str = "train", references: tuple[str, ...] = ("it m
 def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, ConvertReport]:
     """Convert records. Return the samples of all splits in the order of the shards, and the report."""
     (folder / "clean").mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(records, schema=RECORD_SCHEMA), folder / "clean/records.parquet")
+    write_record_table(folder / "clean/records", records)
     names = dict.fromkeys(record["dataset"] for record in records)
     entries = {}
     for name in names:
@@ -164,9 +163,11 @@ def test_a_sample_has_every_field_of_its_record(tmp_path):
     assert sample_of_x == {
         "id": "d/a#0",
         "record": "d/a",
+        "image_set": "d/a",
         "dataset": "d",
         "split": "val",
         "images": values["images"],
+        "history": [],
         "question": load_questions(QUESTIONS)["difference"][0],
         "answer": "x",
     }
@@ -264,17 +265,17 @@ def test_a_question_with_the_mark_of_an_image_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "code", "fields"),
     [
-        (lambda file: file.write_bytes(b"half"), "files.unreadable_stage_output", {"writer": "validate"}),
         (pl.DataFrame({"id": ["a"]}).write_parquet, "files.other_columns", {"writer": "validate"}),
         (lambda file: pq.write_table(RECORD_SCHEMA.empty_table(), file), "convert.no_clean_record", {}),
         (lambda file: None, "convert.foreign_datasets", {"names": ["old"]}),
+        (Path.unlink, "files.unreadable_stage_output", {"writer": "validate"}),
     ],
-    ids=["half", "columns", "empty", "dataset"],
+    ids=["columns", "empty", "dataset", "gone"],
 )
 def test_records_of_other_datasets_or_programs_are_refused(tmp_path, damage, code, fields):
     run(tmp_path, [record("a", dataset="old"), record("a", dataset="d")])
-    damage(tmp_path / "clean/records.parquet")
-    with raises(DataError, code, path=tmp_path / "clean/records.parquet", **fields):
+    damage(tmp_path / "clean/records/00000.parquet")
+    with raises(DataError, code, path=tmp_path / "clean/records", **fields):
         convert(Convert(**LIMITS), {"d": make_entry("pairs", tmp_path)}, tmp_path / "clean", tmp_path / "mixture")
 
 

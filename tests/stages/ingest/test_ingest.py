@@ -39,7 +39,7 @@ def raw(tmp_path) -> Path:
 
 
 def records_of(folder: Path, name: str = "mini") -> list[dict]:
-    table = pq.read_table(folder / "records" / name / "records.parquet")
+    table = pq.read_table(folder / "records" / name / "records")
     assert table.schema.equals(RAW_SCHEMA)
     return table.to_pylist()
 
@@ -58,6 +58,7 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
     record, record_of_distractor = records_of(raw.parent)[:2]
     assert record == {
         **{"id": "mini/000003.png", "dataset": "mini", "scene": "mini/000003", "split": "train", "own_split": "train"},
+        **{"image_set": "mini/000003.png", "history": [], "question": None, "kind": None},
         "images": list_images(raw / "images/CLEVR_default_000003.png", raw / "sc_images/CLEVR_semantic_000003.png"),
         "references": ["the cube of 000003 turned red", "it became red"],
         "change_types": ["color", "size"],
@@ -97,7 +98,7 @@ def test_the_folder_of_a_dataset_is_emptied_and_those_of_others_are_kept(raw):
     run_ingest(raw)
     all_outputs = outputs(raw.parent)
     new_names = all_outputs.keys() - outputs_of_other.keys()
-    assert sorted(new_names) == ["records/mini.json", "records/mini/records.parquet"]
+    assert sorted(new_names) == ["records/mini.json", "records/mini/records/00000.parquet"]
     assert {name: all_outputs[name] for name in outputs_of_other} == outputs_of_other
 
 

@@ -27,6 +27,8 @@ def write_test_split(folder: Path, numbers: list[int] = ORDER) -> Path:
     for number in numbers:
         row: dict[str, Any] = {
             "record": f"toy/{number}",
+            "image_set": f"toy/{number}",
+            "history": [],
             "dataset": "toy",
             "split": "test",
             "question": QUESTIONS[number % 2],

@@ -17,7 +17,6 @@ from typing import Any
 
 import mlflow
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -43,6 +42,7 @@ from m3diff.stages.register.params import Register
 from m3diff.stages.register.pyfunc import BATCH_PAIRS, PyfuncCaptioner, open_image
 from tests import toy
 from tests.errors import Message, raises
+from tests.layouts import write_record_table
 from tests.servers import free_port
 from tests.stages.register.forks import KILLED, Forks
 from tests.toy import change, store
@@ -597,7 +597,7 @@ def sha256(text: bytes | str) -> str:
 def test_every_tag_of_the_lineage_is_the_hash_of_its_content(project):
     stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
     recorded = {entry["path"]: entry["md5"] for stage in stages.values() for entry in stage["outs"]}
-    records = pq.read_table("data/03_clean/records.parquet").to_pylist()
+    records = pq.read_table("data/03_clean/records").to_pylist()
     tests = [row for row in records if row["split"] == "test"]
     image_hashes = [[image["sha256"].hex() for image in row["images"]] for row in tests]
     lines = [
@@ -671,7 +671,7 @@ def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **change
     images = [{"uri": f"{number}.png", "sha256": number.encode()} for number in "12"]
     rows = [{"id": name, "images": images, "references": ["x", "y"]} for name in "cba"]
     rows[2] |= changes
-    pq.write_table(pa.Table.from_pylist(rows), root / "records.parquet")
+    write_record_table(root / "records", rows)
     (root / "predictions.json").write_text(json.dumps([{"image_id": name, "caption": ""} for name in captioned]))
     return SimpleNamespace(clean=root, predictions=root)
 

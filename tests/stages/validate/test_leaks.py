@@ -70,7 +70,7 @@ def test_a_test_pair_does_not_train_under_another_name_direction_encoding_or_siz
     write_own(tmp_path / "mine", {name: (*pair, "train") for name, pair in mine.items()})
     write_own(tmp_path / "jpeg", {"1": (*held_pairs["1"], "train")}, "jpg", quality=75)
     report = run_validate(tmp_path, max_quarantined_share=0)
-    frame = pl.read_parquet(tmp_path / "clean/quarantine.parquet")
+    frame = pl.read_parquet(tmp_path / "clean/quarantine")
     twins = {"mine/copy": 1, "mine/back": 2, "mine/small": 0, "jpeg/1": 1}
     reasons = dict(frame.select("id", "reason").iter_rows())
     assert reasons.keys() == twins.keys()

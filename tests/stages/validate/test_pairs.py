@@ -241,7 +241,7 @@ def judge_folder(root: Path, **limits: object) -> tuple[list[tuple[str, int]], l
     """Return the kinds and counts of the findings, and the ids of pairs that are quarantined without a change."""
     run_ingest(root, "pairs", "own")
     report = run_validate(root.parent, **limits)
-    frame = pl.read_parquet(root.parent / "clean/quarantine.parquet")
+    frame = pl.read_parquet(root.parent / "clean/quarantine")
     unshown = frame.filter(pl.col("rules").list.contains("shows_a_change"))
     return [(finding.kind, finding.count) for finding in report.findings], unshown["id"].to_list()
 

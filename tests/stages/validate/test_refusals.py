@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
-import pyarrow.parquet as pq
 import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.tables import read_table, write_table
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK_RULE
@@ -39,7 +39,7 @@ def test_each_split_above_the_limit_is_refused_after_the_quarantine_is_written(r
     (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
     run_ingest(raw)
     run_ingest(raw.parent / "more", name="more")
-    with raises(DataError, "validate.data_refused", quarantine=raw.parent / "clean/quarantine.parquet") as refused:
+    with raises(DataError, "validate.data_refused", quarantine=raw.parent / "clean/quarantine") as refused:
         run_validate(raw.parent, max_quarantined_share=0.05)
     (fault,) = refused.value.fields["faults"]  # not of val, as one row of a split is always allowed
     assert fault.code == "validate.too_many_bad_rows"
@@ -48,7 +48,7 @@ def test_each_split_above_the_limit_is_refused_after_the_quarantine_is_written(r
     assert fault.fields["total"] == 6
     assert fault.fields["limit"] == 0.05
     assert any("CLEVR_default_000008.png: after: " in row for row in fault.fields["rows"])
-    bad = pl.read_parquet(raw.parent / "clean/quarantine.parquet")["id"].to_list()
+    bad = pl.read_parquet(raw.parent / "clean/quarantine")["id"].to_list()
     assert sorted(bad) == ["mini/000005.png", "mini/000008.png", "mini/000009.png_n"]
     assert (raw.parent / "clean/docs/index.html").is_file()
     run_validate(raw.parent, max_quarantined_share=0.5)
@@ -172,20 +172,21 @@ def test_a_lost_test_pair_is_refused_unless_allowed_and_counts_exclude_quarantin
 
 @pytest.mark.fault("14")
 def test_missing_empty_or_foreign_records_are_refused_with_a_remedy(raw):
-    gone = raw.parent / "records/gone/records.parquet"
+    gone = raw.parent / "records/gone/records"
     with raises(DataError, "files.unreadable_stage_output", path=gone, writer="ingest"):
         run_validate(raw.parent, {"gone": make_entry("pairs", raw)})
     run_ingest(raw)
-    path = raw.parent / "records/mini/records.parquet"
-    file_bytes = path.read_bytes()
-    pq.write_table(pq.read_table(path).slice(0, 0), path)
-    with raises(DataError, "validate.no_record", path=path):
+    table = raw.parent / "records/mini/records"
+    part = table / "00000.parquet"
+    file_bytes = part.read_bytes()
+    write_table(read_table(table).slice(0, 0), table)
+    with raises(DataError, "validate.no_record", path=table):
         run_validate(raw.parent)
-    path.write_bytes(file_bytes[:100])
-    with raises(DataError, "files.unreadable_stage_output", path=path, writer="ingest"):
+    part.write_bytes(file_bytes[:100])
+    with raises(DataError, "files.unreadable_stage_output", path=part, writer="ingest"):
         run_validate(raw.parent)
-    pl.DataFrame({"id": ["a"]}).write_parquet(path)
-    with raises(DataError, "files.other_columns", path=path, writer="ingest"):
+    pl.DataFrame({"id": ["a"]}).write_parquet(part)
+    with raises(DataError, "files.other_columns", path=table, writer="ingest"):
         run_validate(raw.parent)
 
 
