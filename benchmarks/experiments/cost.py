@@ -26,6 +26,7 @@ from benchmarks.experiments.runs import PARAMS, copy, read
 from m3diff.images.open import load_image
 from m3diff.models.generation import QUESTION, Captioner, load_captioner
 from m3diff.records.schemas import NO_CHANGE
+from m3diff.records.tables import read_table
 from m3diff.scoring.metrics.pixel_threshold import roc_auc
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params, Paths
@@ -138,7 +139,7 @@ def measure_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any
     """Return the captions per second and, for each dataset, the result of `no_change_area`."""
     params = load_params(PARAMS)
     captioner = load_captioner(checkpoint, params.predict.max_new_tokens)
-    records = pq.read_table(params.paths.clean / "records.parquet").to_pylist()
+    records = read_table(params.paths.clean / "records").to_pylist()
     test_rows = [row for row in records if row["split"] == "test"]
     start_time = time.monotonic()
     pairs = [prepared_images(captioner, row) for row in test_rows[:CAPTIONS]]

@@ -83,6 +83,15 @@ class Samples:
         rows = np.arange(len(self), dtype=np.int32)
         return [rows[start:end] for start, end in pairwise([*self.starts, len(self)])]
 
+    def records(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Split the rows of an image set by record."""
+        names = self.table["record"].gather(rows).to_numpy()
+        return np.split(rows, np.flatnonzero(names[1:] != names[:-1]) + 1)
+
+    def has_own_question(self, row: int) -> bool:
+        """Return whether the question of a sample is from the dataset, and not from the dataset's task."""
+        return self.value("record", row) != self.value("image_set", row)
+
     def images(self, row: int) -> tuple[ImageRef, ...]:
         """Return the images of a sample. Of two images, the first is the image before."""
         return tuple(ImageRef(**image) for image in self.value("images", row))

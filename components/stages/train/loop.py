@@ -175,8 +175,7 @@ class Training:
         columns += [f"lr_{part}" for part in self.family.parts]
         columns += ["grad_norm", *self.module_columns, "val_loss"]
         columns += [f"val_loss_{dataset}" for dataset in self.validation.datasets]
-        columns.append("val_cider")
-        return columns
+        return [*columns, "val_cider", *self.validation.answer_scores]
 
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint to the end of the schedule and return the figures of the run.
@@ -249,11 +248,14 @@ class Training:
         sequences = len(schedule.epoch(0))
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
+        has_only_pairs = self.trained_on()["images"] == [2]
+        image_sets = "pairs" if has_only_pairs else "image sets"
+        answers = "references" if has_only_pairs else "samples"
         trained_parts = ", ".join(f"{part} {counts[part]:,}" for part in self.family.parts if counts.get(part))
         lines = (
             f"{schedule.global_batch} sequences per step = micro-batches of {schedule.micro_batch} x "
             f"{accumulation_steps} accumulation step(s) x {schedule.ranks} worker(s)",
-            f"{len(schedule.samples.image_sets()):,} pairs with {len(schedule.samples):,} references, packed into "
+            f"{len(schedule.samples.image_sets()):,} {image_sets} with {len(schedule.samples):,} {answers}, packed into "
             f"{sequences:,} sequences per epoch",
             f"about {lengths.tokens * sequences:,.0f} tokens per epoch: {lengths.tokens:.1f} per sequence, of which "
             f"{lengths.supervised_tokens:.1f} are supervised",
@@ -423,7 +425,7 @@ class Training:
         scores = self.validation.losses(self.engine)
         caption_every_steps = compute.checkpoint_every_steps * compute.caption_every_checkpoints
         if compute.caption_val_pairs and (step == self.schedule.steps or step % caption_every_steps == 0):
-            scores |= self.validation.cider(self.engine)
+            scores |= self.validation.score_answers(self.engine)
         self.curve.set_values(scores)
         if self.is_writer():
             with name_full_disk(self.job.run_dir):
@@ -502,6 +504,7 @@ class Training:
             "val_loss": self._rounded_value("val_loss"),
             "val_loss_by_dataset": {name: self._rounded_value(f"val_loss_{name}") for name in self.validation.datasets},
             "val_cider": self._rounded_value("val_cider"),
+            "val_match": self._rounded_value("val_match"),
             "exported_step": exported_step,
             "module": module_values,
             "warnings": [str(warning)] if warning else [],

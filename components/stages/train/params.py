@@ -70,4 +70,4 @@ class Train(Section):
 
     export: Literal["last", "best"]
     """Checkpoint that the stage outputs: `last`, or `best` for the one with the highest CIDEr on the captioned
-    validation pairs."""
+    validation pairs. If the mixture has only questions of datasets, `best` is the one with the most exact answers."""

@@ -676,10 +676,18 @@ def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **change
     return SimpleNamespace(clean=root, predictions=root)
 
 
+def test_a_test_set_of_captions_keeps_the_hash_of_earlier_releases(tmp_path):
+    value = hash_test_set(write_test_set(tmp_path))
+    assert value == "4a18a0975394a669956a0c009f3385153ab56e533a80e8ae58dab8b4bf6d8215"
+
+
 @pytest.mark.parametrize(
     ("changes", "same"),
     [
         ({"captioned": ("a",)}, False),
+        ({"question": "how many?"}, False),
+        ({"history": [{"question": "is it a room?", "answer": "yes"}]}, False),
+        ({"kind": "count"}, True),
         ({"captioned": ("a", "c")}, False),
         ({"references": ["y", "x"]}, False),
         ({"images": [{"uri": "1.png", "sha256": b"3"}, {"uri": "2.png", "sha256": b"2"}]}, False),
