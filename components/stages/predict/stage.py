@@ -33,9 +33,17 @@ from m3diff.cluster import NoRoomError, start_ray, wait_for_room, worker_resourc
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
+from m3diff.models.contract import Takes
 from m3diff.models.device import Device, process_environment
 from m3diff.provenance.code import compute_key
-from m3diff.records.errors import CodedError, DataError, ParamsError, cause_of, data_error_if_unreadable
+from m3diff.records.errors import (
+    CodedError,
+    DataError,
+    ParamsError,
+    ValueFault,
+    cause_of,
+    data_error_if_unreadable,
+)
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
 from m3diff.records.sample import ImageRef, Turn
@@ -271,6 +279,7 @@ def answer_missing_items(
     """
     from m3diff.models.checkpoint import load_processor
 
+    check_items(items_by_set[PREDICTIONS], FAMILIES[read_manifest(job.checkpoint)["family"]].takes)
     processor = load_processor(job.checkpoint)
     all_batches: list[tuple[str, list[PredictionItem]]] = []  # each with the name of its set
     for set_name, items in items_by_set.items():
@@ -315,6 +324,24 @@ def read_test_items(mixture: Path) -> list[PredictionItem]:
     return list(items.values())
 
 
+def check_items(items: Sequence[PredictionItem], takes: Takes) -> None:
+    """Check that a family can answer every item.
+
+    Args:
+        items: records of the test split.
+        takes: the samples that the family can process.
+
+    Raises:
+        DataError: an item has a number of images or earlier turns that the family cannot process.
+    """
+    for item in items:
+        if len(item.images) not in takes.images:
+            number = len(item.images)
+            raise DataError("predict.images_not_taken", name=item.id, images=number, expected=list(takes.images))
+        if len(item.turns) > 1 and not takes.turns:
+            raise DataError("predict.turns_not_taken", name=item.id)
+
+
 def sample_control_pairs(
     pairs: list[PredictionItem], count: int = CONTROL_PAIRS
 ) -> tuple[list[PredictionItem], list[PredictionItem]]:
@@ -347,13 +374,19 @@ def split_into_batches(
     """Split the items into batches of at most `size` items with prompts of the same length.
 
     Prompts of equal length need no padding, so the items do not affect each other's answers.
+
+    Raises:
+        DataError: a question cannot be encoded.
     """
     items_by_shape: dict[tuple[int, int], list[PredictionItem]] = {}  # by number of images and length of the prompt
     length_of_prompt: dict[tuple[int, tuple[Turn, ...]], int] = {}
     for item in items:
         images = len(item.images)
         if (images, item.turns) not in length_of_prompt:
-            prompt = processor.encode_prompt(item.turns, processor.marks(images))
+            try:
+                prompt = processor.encode_prompt(item.turns, processor.marks(images))
+            except ValueFault as error:
+                raise DataError("predict.unusable_question", name=item.id, cause=error.fault) from error
             length_of_prompt[images, item.turns] = len(prompt)
         items_by_shape.setdefault((images, length_of_prompt[images, item.turns]), []).append(item)
     batches = []

@@ -255,8 +255,8 @@ class Training:
         lines = (
             f"{schedule.global_batch} sequences per step = micro-batches of {schedule.micro_batch} x "
             f"{accumulation_steps} accumulation step(s) x {schedule.ranks} worker(s)",
-            f"{len(schedule.samples.image_sets()):,} {image_sets} with {len(schedule.samples):,} {answers}, packed into "
-            f"{sequences:,} sequences per epoch",
+            f"{len(schedule.samples.image_sets()):,} {image_sets} with {len(schedule.samples):,} {answers}, packed "
+            f"into {sequences:,} sequences per epoch",
             f"about {lengths.tokens * sequences:,.0f} tokens per epoch: {lengths.tokens:.1f} per sequence, of which "
             f"{lengths.supervised_tokens:.1f} are supervised",
             f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps per epoch = {schedule.steps:,} steps",

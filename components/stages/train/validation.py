@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from m3diff.scoring.metrics.answers import is_exact_match
 
 from m3diff.models import FAMILIES
 from m3diff.models.contract import Processor
@@ -19,7 +20,6 @@ from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
 from m3diff.models.tuning import unwrap_model
 from m3diff.scoring.characters import space_out_characters
-from m3diff.scoring.metrics.answers import is_exact_match
 from m3diff.stages.train import batches, engine
 from m3diff.stages.train.job import Job, WorkerContext
 
@@ -133,8 +133,8 @@ class Validation:
         """Answer validation records and return the scores of the answers.
 
         `val_cider` is the CIDEr of greedy captions, averaged over the datasets without questions of their own.
-        `val_match` is the share of greedy answers that match a reference exactly, averaged over the other datasets. In a
-        dialogue, the true answers to the earlier questions are given. A score is missing if no dataset has it.
+        `val_match` is the share of greedy answers that match a reference exactly, averaged over the other datasets. In
+        a dialogue, the true answers to the earlier questions are given. A score is missing if no dataset has it.
         """
         scores = {}
         if self.captioned_records:
