@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from m3diff.__main__ import DATA_REFUSED, USAGE, main
 from m3diff.images.enlarge import enlarge
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
-from m3diff.models.generation import QUESTION, load_captioner
+from m3diff.models.contract import Prepared
+from m3diff.models.generation import QUESTION, Captioner, load_captioner
+from m3diff.models.processing import TextProcessor
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.sample import Turn
 from m3diff.registry import model_source, tracking, versions
 from m3diff.serving.caption import BATCH_PAIRS, PairToCaption, caption_pairs, find_pairs
 from m3diff.serving.questions import NOTE
@@ -107,21 +112,30 @@ def test_a_question_to_a_model_that_reads_no_questions_is_refused(images):
 SIDE = 13 * 40  # pixels of an image of 40 that is drawn large enough to be seen
 
 
-class Model:
+class PixelProcessor(TextProcessor):
+    """A processor that leaves images as they are. A prompt has no tokens."""
+
+    image_processor = SimpleNamespace(prepare_image=np.array)
+
+    def marks(self, images: int) -> tuple[str, ...]:
+        return ("",) * images
+
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
+        return ()
+
+
+class Model(Captioner):
     """A captioner that returns these maps, and records the questions and the last images."""
 
-    processor = SimpleNamespace(prepare_image=np.asarray, encode_prompt=lambda question: ())
-    family = SimpleNamespace(reads_question=True)
-    trained_question = "What has changed?"
-
     def __init__(self, maps: np.ndarray | None) -> None:
+        super().__init__(torch.nn.Identity(), PixelProcessor(), FAMILIES["m3diff"], 64, "What has changed?")
         self.maps = maps
         self.questions = list[str]()
 
-    def answer(self, prepared: list[np.ndarray], question: str, saliency: bool) -> Any:
-        self.questions.append(question)
-        self.images = prepared
-        return ["same"] * (len(prepared) // 2), self.maps
+    def answer(self, prepared: Sequence[Prepared], dialogues: Sequence[Sequence[Turn]], saliency: bool = False) -> Any:
+        self.questions += [turn.question for (turn,) in dialogues]
+        self.images = [image for pair in prepared for image in pair.tensors["pixels"].numpy()]
+        return ["same"] * len(prepared), self.maps
 
 
 def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkpoint, images, tmp_path):
@@ -131,7 +145,7 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
     assert Image.open(file).size == (13 * 40 + 12 + 18 * 60, 18 * 30)
     grids = np.full((3, 4, 4), 1 / 16, np.float16)
     grids[1, 0, 0] *= 8
-    model: Any = Model(grids)
+    model = Model(grids)
     list(caption_pairs(model, pairs(images, 3), None, tmp_path / "made"))
     for number in range(3):
         sheet = np.asarray(Image.open(tmp_path / "made" / f"p{number}.png"))
@@ -144,9 +158,9 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
 
 @pytest.mark.parametrize("question", [None, "Is a cup gone?"], ids=["none", "a question"])
 def test_a_model_is_asked_the_question_or_its_own(question, images):
-    model: Any = Model(None)
+    model = Model(None)
     list(caption_pairs(model, pairs(images, 1), question, None))
-    assert model.questions == [question]
+    assert model.questions == [question or "What has changed?"]
 
 
 def test_a_checkpoint_is_asked_the_question_of_its_training_by_default(checkpoint, images, tmp_path):
@@ -165,7 +179,7 @@ def test_a_checkpoint_is_asked_the_question_of_its_training_by_default(checkpoin
 
 
 def test_a_model_gets_the_image_before_first(images):
-    model: Any = Model(None)
+    model = Model(None)
     list(caption_pairs(model, pairs(images, 1), None, None))
     before, after = model.images
     assert np.array_equal(before, noise_image(0, (40, 40)))
@@ -173,7 +187,7 @@ def test_a_model_gets_the_image_before_first(images):
 
 
 def test_overlays_of_a_model_without_maps_are_refused(images):
-    model: Any = Model(None)
+    model = Model(None)
     with raises(DataError, "serving.no_saliency_maps"):
         list(caption_pairs(model, pairs(images, 1), None, images / "o.png"))
 
@@ -431,7 +445,7 @@ def test_json_names_the_model_and_its_version(checkpoint, images, capsys):
     [("Is a cup gone?", True), ("What is the colour of the cup?", True), ("What has changed?", False), (None, False)],
 )
 def test_the_answer_to_any_other_question_has_a_note(question, is_noted, images):
-    model: Any = Model(None)
+    model = Model(None)
     (answer,) = caption_pairs(model, pairs(images, 1), question, None)
     assert (answer.note is not None) == is_noted
     assert ("note" in answer.as_dict("m3diff/1")) == is_noted
@@ -473,7 +487,7 @@ def test_a_large_image_is_not_enlarged():
 
 
 def test_an_unreadable_embedded_image_is_named_after_the_table(images):
-    model: Any = Model(None)
+    model = Model(None)
     embedded: Any = SimpleNamespace(manifest="pairs.parquet", name="0", read=lambda: b"no image")
     (answer,) = caption_pairs(model, [PairToCaption("p", embedded, images / "0.png")], None, None)
     assert answer.fault is not None
@@ -483,7 +497,7 @@ def test_an_unreadable_embedded_image_is_named_after_the_table(images):
 
 
 def test_a_missing_image_is_named_and_the_other_pairs_are_captioned(images):
-    model: Any = Model(None)
+    model = Model(None)
     image_pairs = [*pairs(images, 1), PairToCaption("gone", images / "0.png", images / "gone.png")]
     answers = list(caption_pairs(model, image_pairs, None, None))
     assert [answer.caption for answer in answers] == ["same", None]

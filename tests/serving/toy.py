@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +27,14 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
+import torch
 import yaml
 from PIL import Image
 
+from m3diff.models.contract import Prepared
 from m3diff.models.generation import QUESTION
 from m3diff.records.errors import DataError
+from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
 from m3diff.serving.app import Server
@@ -54,14 +57,25 @@ FAULTS = {
 }
 
 
-class ToyCaptioner:
+class ToyProcessor:
+    """Resizes images and counts tokens. A prompt has a token per character, an answer one per word and its end."""
+
     tokenizer = SimpleNamespace(all_special_tokens=SPECIAL[1:], get_added_vocab=lambda: {SPECIAL[0]: 1})
-    processor = SimpleNamespace(
-        tokenizer=tokenizer,
-        prepare_image=lambda image: np.asarray(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)),
-        encode_prompt=lambda question: tuple(range(len(question))),
-        encode_reference=lambda text: list(range(1 + len(text.split()))),
-    )
+
+    def prepare(self, images: Iterable[Image.Image]) -> Prepared:
+        pixels = [np.asarray(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)) for image in images]
+        return Prepared({"pixels": torch.from_numpy(np.stack(pixels))}, ("",) * len(pixels))
+
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
+        (turn,) = turns
+        return tuple(range(len(turn.question)))
+
+    def encode_answer(self, text: str) -> list[int]:
+        return list(range(1 + len(text.split())))
+
+
+class ToyCaptioner:
+    processor = ToyProcessor()
     family = SimpleNamespace(reads_question=True)
     max_new_tokens = 64
     question = QUESTION
@@ -70,12 +84,15 @@ class ToyCaptioner:
     def __init__(self, word: str) -> None:
         self.word = word
 
-    def answer(self, images, question=QUESTION, saliency=False) -> tuple[list[str], np.ndarray | None]:
+    def answer(self, prepared, dialogues, saliency=False) -> tuple[list[str], np.ndarray | None]:
         time.sleep(COMPUTE_S)
-        if question == "Break down?":
-            raise RuntimeError("the secret place /var/model is on fire")
-        colours = ["/".join(map(str, image[SIDE // 2, SIDE // 2])) for image in images]
-        texts = [toy_caption(self.word, question, *pair) for pair in zip(colours[::2], colours[1::2], strict=True)]
+        texts = []
+        for images, (turn,) in zip(prepared, dialogues, strict=True):
+            if turn.question == "Break down?":
+                raise RuntimeError("the secret place /var/model is on fire")
+            colours = images.tensors["pixels"][:, SIDE // 2, SIDE // 2].tolist()
+            before, after = ("/".join(map(str, colour)) for colour in colours)
+            texts.append(toy_caption(self.word, turn.question, before, after))
         grids = np.full((len(texts), CELLS, CELLS), 0.5 / (CELLS**2 - 1), np.float16)
         grids[:, 1, 1] = 0.5
         return texts, grids if saliency else None

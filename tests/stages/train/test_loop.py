@@ -42,7 +42,7 @@ from tests.stages.train.toy import (
     run,
     run_dir_of,
 )
-from tests.tiny import MDP, tiny_settings
+from tests.tiny import MDP, pair_prompt, tiny_settings
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 COMPUTE_CHANGES = (
@@ -306,9 +306,9 @@ def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]
 def token_counts(training: Any) -> tuple[int, int]:
     """Return the number of tokens and of supervised tokens in an epoch, using only the tokenizer."""
     processor = training.processor
-    supervised = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["answer"])
+    supervised = sum(len(processor.encode_answer(text)) for text in training.schedule.samples.table["answer"])
     # the prompt less its last token once a pair; that token and all but the last of each reference once a reference
-    prompts = (len(processor.encode_prompt("What changed?")) - 1) * 10
+    prompts = (len(pair_prompt(processor, "What changed?")) - 1) * 10
     return prompts + supervised, supervised
 
 
