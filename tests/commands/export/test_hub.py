@@ -448,7 +448,8 @@ def test_no_file_names_a_path_of_this_machine(case: Shared) -> None:
 
 def test_the_code_is_the_family_s_and_auto_map_names_its_classes(case: Shared) -> None:
     code = {path.stem for path in case.folder.glob("*.py")}
-    expected = {"images", "colour", "jpeg", "contents", "errors", "called", "processing", f"processing_{case.family}"}
+    expected = {"images", "colour", "jpeg", "contents", "errors", "sample", "prepared", "called", "processing"}
+    expected.add(f"processing_{case.family}")
     config = read_json(case.folder / "config.json")
     if case.has_module:
         expected |= {"settings", "layers", "llava", f"{case.family}_model"}
