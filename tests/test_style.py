@@ -39,9 +39,7 @@ REPLACED_SOON = (
     "components/models/processing.py",
     "components/serving/batcher.py",
     "components/stages/ingest/stage.py",
-    "components/stages/predict/stage.py",
     "components/stages/train/batches.py",
-    "components/stages/train/packing.py",
 )
 
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
 
-from m3diff.models.contract import Prepared
 from m3diff.models.layers import can_trim_last_layer, insert_visual_tokens, record_tensors
+from m3diff.models.prepared import Prepared
 from m3diff.models.processing import NormalisedImages, TextProcessor
 from m3diff.records.errors import DataError, ValueFault
 from m3diff.records.sample import Turn

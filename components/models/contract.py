@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from m3diff.models.prepared import Prepared
 from m3diff.records.sample import Turn
 
 if TYPE_CHECKING:
@@ -37,23 +38,6 @@ class Takes:
     images: tuple[int, ...] = (0, 1, 2)
     questions: bool = True
     turns: bool = True
-
-
-class Prepared(NamedTuple):
-    """The images of one image set, prepared for a model. The tensors are on the CPU.
-
-    Attributes:
-        tensors: the images in the form of the family's processor, by name. Empty if there are no images.
-        marks: for each image, the text that represents it in a prompt, such as 26 times "<image>".
-    """
-
-    tensors: dict[str, Tensor]
-    marks: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class Processor(Protocol):

@@ -175,10 +175,10 @@ def pack(sequences: Sequence[Sequence[Branch]]) -> Packed:
             for answer_start, answer_end in branch.spans:
                 supervised += range(shift + answer_start - 1, shift + answer_end - 1)
                 labels += branch.ids[answer_start:answer_end]
-            inputs = len(branch.ids) - 1
-            ids += branch.ids[shared_tokens:inputs]
-            positions += range(shared_tokens, inputs)
-            segments += [segment] * (inputs - shared_tokens)
+            last_token = len(branch.ids) - 1
+            ids += branch.ids[shared_tokens:last_token]
+            positions += range(shared_tokens, last_token)
+            segments += [segment] * (last_token - shared_tokens)
         lengths.append(len(ids) - start)
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[supervised] = True

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 
-from m3diff.models.contract import Prepared
+from m3diff.models.prepared import Prepared
 from m3diff.records.errors import DataError, ValueFault
 from m3diff.records.sample import Turn
 

@@ -20,7 +20,7 @@ PROCESSOR_MODULES = {
     "m3diff.records.contents": "contents",
     "m3diff.records.errors": "errors",
     "m3diff.records.sample": "sample",
-    "m3diff.models.contract": "contract",
+    "m3diff.models.prepared": "prepared",
     "m3diff.commands.export.callable_processor": "called",
 }
 

@@ -56,6 +56,7 @@ SHARED_CODE = (
     "records/copies.py",
     "records/errors.py",
     "records/messages.toml",
+    "records/sample.py",
 )
 
 MAX_TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -32,10 +33,11 @@ from m3diff.models.checkpoint import MANIFEST, export_checkpoint, load_model, re
 from m3diff.models.processing import pad_prompts
 from m3diff.records.errors import DataError, Fault, command_to_read_again, wording
 from m3diff.records.files import sha256
+from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from tests.errors import Message, raises
-from tests.layouts import list_images, make_entry, uris_of, write_record_table
+from tests.layouts import list_images, make_entry, uris_of
 from tests.models.llava15 import write_llava15
 from tests.tiny import (
     BASE,
@@ -120,7 +122,8 @@ def record(images: Path, number: int) -> dict[str, Any]:
 
 
 def write_records(folder: Path, rows: list[dict[str, Any]]) -> None:
-    write_record_table(folder / "records", rows)
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), folder / "records.parquet")
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -445,7 +448,8 @@ def test_no_file_names_a_path_of_this_machine(case: Shared) -> None:
 
 def test_the_code_is_the_family_s_and_auto_map_names_its_classes(case: Shared) -> None:
     code = {path.stem for path in case.folder.glob("*.py")}
-    expected = {"images", "colour", "jpeg", "contents", "errors", "called", "processing", f"processing_{case.family}"}
+    expected = {"images", "colour", "jpeg", "contents", "errors", "sample", "prepared", "called", "processing"}
+    expected.add(f"processing_{case.family}")
     config = read_json(case.folder / "config.json")
     if case.has_module:
         expected |= {"settings", "layers", "llava", f"{case.family}_model"}
@@ -642,7 +646,7 @@ def test_a_missing_checkpoint_is_refused_before_anything_is_written(shared, tmp_
 
 
 def test_an_example_whose_images_changed_since_ingest_is_refused(shared, tmp_path):
-    rows = pq.read_table(shared.run.paths.clean / "records").to_pylist()
+    rows = pq.read_table(shared.run.paths.clean / "records.parquet").to_pylist()
     for row in rows:
         row["images"][1]["sha256"] = bytes(32)
     write_records(tmp_path / "clean", rows)
