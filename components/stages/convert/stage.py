@@ -1,10 +1,11 @@
 """Stage `convert`: turn clean records into question-answer samples in Parquet shards.
 
-A pair is two images with reference captions. Each sample has one question and one answer, and the samples of a pair are
-consecutive. The same seed gives the same samples. The validation and test splits keep every pair and every reference,
-even empty ones. The training split omits empty and repeated references of a pair, draws at most `references_per_pair`
-of the remaining references, and keeps only a share of the pairs without a change. All references of a pair are answers
-to the same question, so that training can process the images and the question once for all of them.
+A sample has one question and one answer. The samples of an image set are consecutive, so that training can process its
+images once for all of its questions, and an image set is used or left out with all of its questions. The same seed
+gives the same samples. The validation and test splits keep every record and every reference, even empty ones. The
+training split omits empty and repeated references of a record, draws at most `references_per_question` of the remaining
+references, and keeps only a share of the pairs without a change. Captions have no question of their own. They are
+answers to one of the questions of the dataset's task, which is the same for all captions of a pair.
 
 Random numbers depend only on the seed and an id, not on other records or the version of a library. The hash functions
 of polars and Python do not guarantee that, so this module implements a hash function.

@@ -17,7 +17,7 @@ from tests.errors import raises
 from tests.layouts import make_entry, write_record_table
 
 QUESTIONS = Path("profiles/questions.yaml")
-LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_pair": 5, "no_change_share": 1.0, "sources": {}}
+LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_question": 5, "no_change_share": 1.0, "sources": {}}
 READERS = {"edits": "iedit", "birds": "birds_to_words"}  # of datasets of these names; `pairs` of all others
 
 
@@ -65,11 +65,11 @@ def mixed(count: int, *splits: str) -> list[dict]:
 
 SOURCES = {
     "half": {"weight": 0.4, "task": "edit"},
-    "twice": {"weight": 2, "samples": "one", "references_per_pair": 5},
+    "twice": {"weight": 2, "samples": "one", "references_per_question": 5},
     "few": {"max_pairs": 7},
     "joined": {"samples": "joined", "task": "detail", "weight": 2},
-    "all": {"references_per_pair": "all"},
-    "three": {"references_per_pair": 3},
+    "all": {"references_per_question": "all"},
+    "three": {"references_per_question": 3},
     "none": {"weight": 0},
     "nothing": {"max_pairs": 0},
 }
@@ -80,7 +80,7 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     count = 60
     names = [*SOURCES, "edits", "birds"]
     records = [record(str(n), references=references, dataset=name) for name in names for n in range(count)]
-    samples, report = run(tmp_path, records, references_per_pair=2, sources=SOURCES)
+    samples, report = run(tmp_path, records, references_per_question=2, sources=SOURCES)
     half = report.datasets["half"].pairs["train"]
     assert 10 < half < 38
     counts = {name: (count.pairs["train"], count.samples["train"]) for name, count in report.datasets.items()}
@@ -109,7 +109,7 @@ def test_captions_keep_the_draws_and_the_order_of_earlier_releases(tmp_path):
     for name in (*SOURCES, "edits", "birds"):
         for number in range(9):
             records += [record(f"{number}{split}", split, references, dataset=name) for split in ("train", "val")]
-    samples, _ = run(tmp_path, records, references_per_pair=2, sources=SOURCES)
+    samples, _ = run(tmp_path, records, references_per_question=2, sources=SOURCES)
     rows = samples.select("id", "record", "dataset", "split", "images", "question", "answer").rows()
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     assert digest == "097aade98027347fff1a6129955c9ac5e1d65300eaf0c4abb93245aca175d77f"
@@ -145,7 +145,7 @@ def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
     """The test computes questions, pairs without a change, copies, order and references from their definitions."""
     names = [f"d/{n}" for n in range(40)]
     records = [record(str(n), references=tuple("abcde"), types=(NO_CHANGE,) if n % 2 else ()) for n in range(40)]
-    settings = {"seed": 3, "references_per_pair": 2, "no_change_share": 0.4, "sources": {"d": {"weight": 1.3}}}
+    settings = {"seed": 3, "references_per_question": 2, "no_change_share": 0.4, "sources": {"d": {"weight": 1.3}}}
     samples, _ = run(tmp_path, records, **settings)
     uses = []
     for number, name in enumerate(names):
@@ -205,7 +205,7 @@ def test_every_count_of_the_report(tmp_path):
         record("f", references=("It fell.", "It broke."), dataset="joined"),
     ]
     sources = {"joined": {"samples": "joined"}}
-    _, report = run(tmp_path, records, references_per_pair=2, no_change_share=0.0, sources=sources)
+    _, report = run(tmp_path, records, references_per_question=2, no_change_share=0.0, sources=sources)
     kinds = ("pairs_not_sampled", "pairs_without_reference", "empty_references", "repeated_references")
     reasons = (*kinds, "references_over_cap")
     counts_of_d = {
@@ -294,7 +294,7 @@ def test_records_of_other_datasets_or_programs_are_refused(tmp_path, damage, cod
 
 @pytest.mark.parametrize(
     "section",
-    [{"references_per_pair": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}]
+    [{"references_per_question": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}]
     + [{"sources": {"d": fault}} for fault in ({"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1})],
 )
 def test_a_section_that_means_nothing_is_refused(section):
