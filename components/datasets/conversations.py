@@ -97,7 +97,7 @@ def read_history(value: Any, key: str) -> tuple[tuple[Any, Any], ...]:
     Raises:
         DataError: the value is not such a list.
     """
-    if value is None or value == "":
+    if not value:
         return ()
     turns = value if isinstance(value, list) else [value]
     if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):

@@ -142,7 +142,7 @@ def _doubts_about_single_words(rows: Sequence[Row]) -> Iterator[Doubt]:
         yield Doubt(
             Fault(
                 "datasets.captions_are_single_words",
-                path=_source_of(first_row),
+                path=first_source(first_row),
                 words=[str(word) for word in first_row.references[:4]],
                 rows=len(rows_of_words),
             ),
@@ -232,11 +232,11 @@ def _doubts_about_odd_captions(odd_captions: Sequence[OddCaptions], confirmed_ki
 def _first_source(captions: Sequence[Caption]) -> str:
     """Return the file and row of the first caption."""
     row, _ = captions[0]
-    return _source_of(row)
+    return first_source(row)
 
 
-def _source_of(row: Row) -> str:
-    """Return the file and row of a pair. If several rows describe the pair, return the first row."""
+def first_source(row: Row) -> str:
+    """Return the file and row of a record. If several rows belong to the record, return the first row."""
     return row.source.split(" and ")[0]
 
 

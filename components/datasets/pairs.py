@@ -631,7 +631,7 @@ class _SkippedRows:
         if self.reasons:
             option = "pairs_only" if self.one_answer else "image_counts"
             reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self.reasons.most_common())
-            yield f"{option}: {self.reasons.total():,} rows are skipped: {reasons}; the first is {self.first_location}"
+            yield f"rows skipped by {option}: {self.reasons.total():,}: {reasons}; the first is {self.first_location}"
 
 
 class _QuestionNames:

@@ -13,7 +13,7 @@ from m3diff.commands.inspect.lines import list_problems
 from m3diff.commands.inspect.missing_images import remedies_for_missing_images
 from m3diff.datasets import DATASETS
 from m3diff.datasets.conversations import IMAGE_MARK
-from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts
+from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts, first_source
 from m3diff.datasets.drawn_split import SplitShares, describe_shares, propose_shares
 from m3diff.datasets.files import Embedded, read_json
 from m3diff.datasets.odd_captions import OddCaptions
@@ -58,6 +58,9 @@ REMEDY_OF_FAULT = {
     "datasets.repeated_id": Fault("check.ids_of_several_pairs", options="{columns: {id: null}}"),
     "datasets.missing_value": Fault("check.columns_differ_by_file", options="{columns: {captions: [one, other]}}"),
     "datasets.not_two_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+    "datasets.marks_differ_from_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+    "datasets.too_many_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+    "datasets.question_without_answer": Fault("check.rows_without_pair", options="{pairs_only: true}"),
 }
 
 
@@ -237,10 +240,8 @@ def _question_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"  turns a row: {_count_with_first(readable_rows, lambda row: len(row.history) + 1)}"
     marked_rows = [row for row in rows_with_question if _has_mark(row)]
     if marked_rows:
-        yield (
-            f"  <image> inside the text of a question: {len(marked_rows):,} rows, the first {marked_rows[0].source}; "
-            "some families place all images before the text"
-        )
+        first = first_source(marked_rows[0])
+        yield f"  <image> inside the text of a question: {len(marked_rows):,} rows, the first is {first}"
 
 
 def _count_with_first(rows: Sequence[Row], number_of: Callable[[Row], int]) -> str:
@@ -250,7 +251,7 @@ def _count_with_first(rows: Sequence[Row], number_of: Callable[[Row], int]) -> s
         rows_of_number.setdefault(number_of(row), []).append(row)
     groups = sorted(rows_of_number.items(), key=lambda item: -len(item[1]))
     texts = [f"{groups[0][0]} ({len(groups[0][1]):,})"]
-    texts += [f"{number} ({len(group):,}, the first is {group[0].source})" for number, group in groups[1:]]
+    texts += [f"{number} ({len(group):,}, the first is {first_source(group[0])})" for number, group in groups[1:]]
     return ", ".join(texts)
 
 

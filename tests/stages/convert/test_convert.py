@@ -1,6 +1,7 @@
 """The stage `convert`: every draw depends only on seed and id, and the report counts everything that is left out."""
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,55 @@ def test_captions_keep_the_draws_and_the_order_of_earlier_releases(tmp_path):
     rows = samples.select("id", "record", "dataset", "split", "images", "question", "answer").rows()
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     assert digest == "097aade98027347fff1a6129955c9ac5e1d65300eaf0c4abb93245aca175d77f"
+
+
+def questions_about(name: str, count: int, split: str = "train", **changes: Any) -> list[dict]:
+    """Return questions about one image set."""
+    records = []
+    for number in range(count):
+        fields = {"id": f"d/{name}?{number}", "image_set": f"d/{name}", "question": f"{number}?", "kind": "count"}
+        records.append(record(name, split, (f"{name} {number}", "both")) | fields | changes)
+    return records
+
+
+def test_own_questions_are_asked_and_those_about_the_same_images_stay_together(tmp_path):
+    records = []
+    for number in range(5):
+        for split in SPLITS:
+            records += questions_about(f"{split}{number}", 3, split)
+    # the questions of an image set need not be adjacent in the table
+    samples, report = run(tmp_path, records[::2] + records[1::2])
+    assert report.pairs == {"train": 5, "val": 5, "test": 5}
+    assert report.samples == {"train": 30, "val": 30, "test": 30}
+    for frame in split_frames(tmp_path / "mixture").values():
+        image_sets = frame["image_set"].to_list()
+        assert sum(one != other for one, other in pairwise(image_sets)) == 4
+    by_record = dict(samples.select("record", "question").iter_rows())
+    assert {record["id"]: record["question"] for record in records} == by_record
+
+
+def test_images_are_weighted_with_all_of_their_questions(tmp_path):
+    records = [one for number in range(40) for one in questions_about(str(number), 3)]
+    sources = {"d": {"weight": 1.5, "max_pairs": 20, "references_per_question": 1}}
+    samples, report = run(tmp_path, records, sources=sources)
+    assert report.pairs["train"] == 20
+    uses = samples.with_columns(copy=pl.col("id").str.extract(r"x(\d+)$").fill_null("0"))
+    assert uses.group_by("image_set", "copy").agg(pl.len())["len"].unique().to_list() == [3]
+    assert uses["copy"].unique().sort().to_list() == ["0", "1"]
+    same_images = {f"d/{number}": f"d/{number}" for number in range(40)}
+    captions = [record(str(number)) | {"id": name} for number, name in enumerate(same_images)]
+    captioned, _ = run(tmp_path, captions, sources=sources)
+    assert set(captioned["image_set"]) == set(samples["image_set"]), "as captions of the same images are drawn"
+
+
+def test_a_dialogue_and_its_images_are_carried_to_every_sample(tmp_path):
+    history = [{"question": "A?", "answer": "yes"}]
+    no_image = {"images": [], "id": "d/z", "image_set": "d/z"}
+    records = questions_about("a", 1, history=history) + questions_about("z", 1, **no_image)
+    samples, _ = run(tmp_path, records)
+    rows = samples.sort("id").rows(named=True)
+    assert [row["history"] for row in rows] == [history, history, [], []]
+    assert [len(row["images"]) for row in rows] == [2, 2, 0, 0]
 
 
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
