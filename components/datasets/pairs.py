@@ -640,10 +640,13 @@ class _QuestionNames:
     def __init__(self) -> None:
         self._numbers: dict[str, dict[str, int]] = {}
 
-    def name(self, image_set: str, fields: Mapping[str, Any]) -> str:
+    def name(self, image_set: str, fields: Mapping[str, Any], split: Any) -> str:
         """Return the name of a row's question: the image set, and a number."""
         numbers = self._numbers.setdefault(image_set, {})
         key = fields["question"] if not fields["history"] else repr((fields["history"], fields["question"]))
+        if not fields["images"]:
+            # Images must be in one split, but the same question without images may be in several
+            key = repr((split, key))
         return f"{image_set}?{numbers.setdefault(str(key), len(numbers))}"
 
 
@@ -654,15 +657,15 @@ def _make_row(
     images = fields["images"]
     has_question = fields["question"] is not None
     image_set = _join_image_names(images)
+    split = file_split or fields["split"]
+    split = checks.splits.translate(split, _as_name(split))
     name = _as_name(fields["id"])
     if not name:
         name = image_set
         if has_question and image_set is not None:
-            name = names.name(image_set, fields)
+            name = names.name(image_set, fields, split)
     # A caption, and a question without images, has an image set of its own
     is_shared = has_question and images and image_set is not None
-    split = file_split or fields["split"]
-    split = checks.splits.translate(split, _as_name(split))
     captions = checks.separate(parse_captions(fields["captions"]))
     types = parse_captions(fields["change_types"] or [])
     fault = None

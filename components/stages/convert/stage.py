@@ -79,9 +79,10 @@ class ConvertCounts(BaseModel):
     """Counts of one dataset.
 
     Attributes:
-        pairs: number of pairs per split.
+        pairs: number of image sets per split. Several questions about a pair count once.
         samples: number of samples per split.
-        left_out: number of training pairs and references that are left out, by reason.
+        left_out: number of training pairs and references that are left out, by reason. A question without a usable
+            answer counts as a pair without a reference.
     """
 
     pairs: dict[str, int]
@@ -93,7 +94,7 @@ class ConvertReport(StageReport):
     """The stage's report.json.
 
     Attributes:
-        pairs: number of pairs per split.
+        pairs: number of image sets per split.
         samples: number of samples per split.
         datasets: counts per dataset.
         published: `published_mixture_counts` if the mixture consists of exactly the paper's datasets, otherwise empty.
@@ -164,10 +165,10 @@ def _convert_dataset(
 
 def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
     """Return the numbers of pairs and samples of a dataset per split."""
-    pair_ids = {split: samples.filter(split=split)["record"] for split in SPLITS}
+    image_sets = {split: samples.filter(split=split)["image_set"] for split in SPLITS}
     return ConvertCounts(
-        pairs={split: ids.n_unique() for split, ids in pair_ids.items()},
-        samples={split: ids.len() for split, ids in pair_ids.items()},
+        pairs={split: names.n_unique() for split, names in image_sets.items()},
+        samples={split: names.len() for split, names in image_sets.items()},
         left_out=omissions,
     )
 
@@ -291,7 +292,7 @@ def training_samples(
         answers = _sample_references(distinct_references, cfg.most_references(source))
         references_over_cap = distinct_references.height - answers.height
     omissions = {
-        "pairs_not_sampled": pairs.height - sampled_pairs["row"].n_unique(),
+        "pairs_not_sampled": pairs["image_set"].n_unique() - sampled_pairs["image_set"].n_unique(),
         "pairs_without_reference": sampled_pairs["row"].n_unique() - answers["row"].n_unique(),
         "empty_references": references.height - nonempty_references.height,
         "repeated_references": nonempty_references.height - distinct_references.height,

@@ -140,7 +140,7 @@ QUESTIONS_FILE = QUESTIONS.absolute()
 
 def samples_of(root: Path, options: dict[str, Any], folder: Path) -> list[tuple[Any, ...]]:
     """Return what the samples of a table are about, in any order of the image sets."""
-    entries = {"d": make_entry("pairs", root.relative_to(Path.cwd()), options=options)}
+    entries = {"d": make_entry("pairs", root.relative_to(Path.cwd()), **options)}
     ingest("d", entries["d"], folder / "cache.parquet", folder / "records")
     run_validate(folder, entries, near_duplicate_max_diff=None)
     convert_stage.convert(

@@ -122,7 +122,7 @@ def test_the_report_counts_what_the_dataset_gave(tmp_path):
         **{"rows_in": 6, "rows_out": 4},  # records of the annotation files; three are of one pair
         "pairs": {"test": 1, "train": 2, "val": 1},
         "references": {"test": 1, "train": 5, "val": 1},
-        **{"empty_references": 3, "faults": 0, "images": 8, "unread_images": 0},
+        **{"empty_references": 3, "faults": 0, "repeated_questions": 0, "images": 8, "unread_images": 0},
     }
     assert json.loads((tmp_path / "records/spot.json").read_text()) == report.model_dump()
 
