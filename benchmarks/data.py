@@ -461,7 +461,7 @@ def peer_order(params: Path, mode: str, out: Path) -> dict[str, Any]:
     """
     values = load_params(params)
     convert = values.convert
-    assert convert.references_per_pair is None, convert
+    assert convert.references_per_question is None, convert
     assert convert.no_change_share == 1.0, convert
     assert convert.sources == {}, convert
     questions = load_questions(ROOT / convert.questions)

@@ -175,6 +175,14 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
             made_over("augment.second", "model", "data/01_raw/made/a"),
         ],
     ),
+    "a key of an earlier release": (
+        {"convert.references_per_pair": 2},
+        [("convert.references_per_pair", "renamed_key", {"name": "references_per_question"})],
+    ),
+    "an option of an earlier release": (
+        {"ingest.datasets.mine": {"reader": "pairs", "root": "x", "options": {"all_ask_what_changed": True}}},
+        [("ingest.datasets.mine.options.all_ask_what_changed", "questions_are_read", {})],
+    ),
     "parts of made datasets": (
         made_dataset("made", edits=0, editor={"kind": "drawn", "steps": 3}) | {"augment.second": NEIGHBOURS},
         [

@@ -75,7 +75,7 @@ def collapse_spaces(caption: str) -> str:
 def check_samples(folder: Path, clean: pl.DataFrame) -> None:
     """Check that training has the distinct references, evaluation has all, and the export has all with words."""
     fields = {"seed": 1, "questions": Path("profiles/questions.yaml"), "sources": {}}
-    cfg = Convert(references_per_pair=9, no_change_share=1, **fields)
+    cfg = Convert(references_per_question=9, no_change_share=1, **fields)
     convert(cfg, ingested(folder), folder / "clean", folder / "mixture")
     shards = sorted((folder / "mixture").glob("*/*.parquet"))
     samples = [row for shard in shards for row in pl.read_parquet(shard).iter_rows(named=True)]

@@ -235,8 +235,12 @@ def _group_name(rows: Sequence[Row]) -> str:
     This is one of the group's scenes. For groups without scenes, it is one of the images before, or else any image.
     Among several, the scene or image with the smallest hash is chosen, because additional pairs seldom change it.
     """
-    # If no column names scenes, the scene of a row is its own name
-    scenes = [f"scene {row.scene}" for row in rows if isinstance(row.scene, str) and row.scene != row.name]
+    # If no column names scenes, the scene of a row is its own name or that of its images
+    scenes = [
+        f"scene {row.scene}"
+        for row in rows
+        if isinstance(row.scene, str) and row.scene not in (row.name, row.image_set)
+    ]
     keys_of_images_before = [_image_key(row.images[0]) for row in rows if row.images]
     images_before = [f"image {key}" for key in keys_of_images_before if key]
     names = scenes or images_before or list(chain.from_iterable(map(_nodes_of, rows)))

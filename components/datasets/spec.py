@@ -4,18 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from m3diff.datasets.files import Embedded, describe, describe_kind, read_splits
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import SPLITS
-
-
-class Question(NamedTuple):
-    """A question that a pair's captions answer, and the column or path that contains it."""
-
-    column: str
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +29,6 @@ class Row:
         source: file and row or key, with the file's path relative to the root.
         fault: why the row is unusable. None if the reader found no fault.
         raw_rows: number of annotation rows that were merged into this row.
-        questions: questions in the annotations that the references answer.
         without_caption: whether all texts stand for a missing caption, so that the pair is skipped.
     """
 
@@ -53,12 +45,11 @@ class Row:
     change_types: list[str] = field(default_factory=list)
     fault: Fault | None = None
     raw_rows: int = 1
-    questions: tuple[Question, ...] = ()
     without_caption: bool = False
 
 
-# Returns the fields of a `Row` that all rows of a pair must agree on. It runs for every row, so it is one call into C
-pair_fields = attrgetter("name", "split", "scene", "images")
+# Returns the fields of a `Row` that all rows of a record must agree on. It runs for every row, so it is one call into C
+record_fields = attrgetter("name", "split", "scene", "images", "image_set", "question", "history")
 
 
 class RowsWithNotes(Iterator[Row]):
@@ -106,14 +97,14 @@ def make_rows(
 
 
 def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool = False) -> Iterator[Row]:
-    """Merge the rows of each pair. Rows with the same name and split describe the same pair.
+    """Merge the rows of each record. Rows with the same name and split belong to the same record.
 
-    Rows with a fault are not merged, and neither are rows that contradict an earlier row of their pair. These rows are
-    yielded first, then the merged rows in the order of their first rows.
+    Rows with a fault are not merged, and neither are rows that contradict an earlier row of their record. These rows
+    are yielded first, then the merged rows in the order of their first rows.
 
     Args:
         shared_source: prefix of all sources. A merged source contains it only once.
-        across_splits: whether rows with the same name describe the same pair even if their splits differ.
+        across_splits: whether rows with the same name belong to the same record even if their splits differ.
     """
     row_of_pair: dict[tuple[str, Any], Row] = {}
     for row in rows:
@@ -122,7 +113,7 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
             continue
         pair = (row.name, None if across_splits else row.split)
         merged = row_of_pair.setdefault(pair, row)
-        if pair_fields(row) != pair_fields(merged):
+        if record_fields(row) != record_fields(merged):
             first_source = merged.source.split(" and ")[0]
             yield replace(row, fault=Fault("datasets.repeated_id", key="id", source=first_source))
         elif row is not merged:
@@ -131,7 +122,6 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
                 references=merged.references + row.references,
                 source=f"{merged.source} and {row.source.removeprefix(shared_source)}",
                 raw_rows=merged.raw_rows + row.raw_rows,
-                questions=merged.questions + row.questions,
             )
     yield from row_of_pair.values()
 

@@ -20,6 +20,11 @@ from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCu
 from m3diff.records.errors import CodedError, Fault, ValueFault
 from m3diff.records.errors import ParamsError as ParamsError  # re-exported for code that uses sections
 
+# Keys of earlier releases, with the fault that says what replaces them
+OLD_KEYS = {
+    "references_per_pair": Fault("settings.renamed_key", name="references_per_question"),
+    "all_ask_what_changed": Fault("settings.questions_are_read"),
+}
 NUMBER_TYPES = (int, float, int | None, float | None)
 
 
@@ -171,6 +176,8 @@ def _fault_of_value(details: ErrorDetails, keys: list[str], known_keys: set[str]
     if rule == "missing":
         return Fault("settings.missing_key")
     if rule in ("extra_forbidden", "unexpected_keyword_argument"):
+        if keys[-1] in OLD_KEYS:
+            return OLD_KEYS[keys[-1]]
         return Fault("settings.unknown_key", **fields_of_name(keys[-1], known_keys))
     error = details.get("ctx", {}).get("error")
     if isinstance(error, CodedError):

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -33,11 +32,10 @@ from m3diff.models.checkpoint import MANIFEST, export_checkpoint, load_model, re
 from m3diff.models.processing import pad_prompts
 from m3diff.records.errors import DataError, Fault, command_to_read_again, wording
 from m3diff.records.files import sha256
-from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from tests.errors import Message, raises
-from tests.layouts import list_images, make_entry, uris_of
+from tests.layouts import list_images, make_entry, uris_of, write_record_table
 from tests.models.llava15 import write_llava15
 from tests.tiny import (
     BASE,
@@ -122,8 +120,7 @@ def record(images: Path, number: int) -> dict[str, Any]:
 
 
 def write_records(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), folder / "records.parquet")
+    write_record_table(folder / "records", rows)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -646,7 +643,7 @@ def test_a_missing_checkpoint_is_refused_before_anything_is_written(shared, tmp_
 
 
 def test_an_example_whose_images_changed_since_ingest_is_refused(shared, tmp_path):
-    rows = pq.read_table(shared.run.paths.clean / "records.parquet").to_pylist()
+    rows = pq.read_table(shared.run.paths.clean / "records").to_pylist()
     for row in rows:
         row["images"][1]["sha256"] = bytes(32)
     write_records(tmp_path / "clean", rows)

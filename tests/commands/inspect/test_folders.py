@@ -65,6 +65,8 @@ READ = [
     # conversations
     FolderCase("question_of_the_task", ("captions: conversations",)),
     numbered("llava", ("like pairs", "conversations, id: null}", "split: train")),
+    FolderCase("several_questions", ("captions: conversations", "questions of their own: 4 of 4 rows")),
+    FolderCase("question_in_a_column", ("question: question", "questions of their own: 4 of 4 rows")),
 ]
 
 FOLDERS_WITH_QUESTIONS = [
@@ -85,19 +87,6 @@ FOLDERS_WITH_QUESTIONS = [
     FolderCase("semicolons_between_captions", ("separator: ;",)),
     FolderCase("placeholder_in_test", (Message("datasets.captions_say_nothing", value="None", tested=1),)),
     FolderCase("empty_caption_in_test", ("no_caption: ['']",)),
-    FolderCase(
-        "several_questions",
-        (
-            Message(
-                "datasets.captions_answer_questions", questions="'What changed?' (2); 'How many boxes are there?' (2)"
-            ),
-            "where: {conversations.0.value:",
-        ),
-    ),
-    FolderCase(
-        "question_in_a_column",
-        (Message("datasets.captions_answer_questions", questions="'How many?' (4)"), "question: question"),
-    ),
 ]
 
 IN_DOUBT = [

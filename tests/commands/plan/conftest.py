@@ -129,7 +129,7 @@ def toy_family(monkeypatch: pytest.MonkeyPatch) -> Family:
 
 TRAIN = {"model": "toy", "base": "no_base", "seed": 1, "max_captions_per_sequence": 1, "global_batch": 4, "epochs": 1}
 TRAIN |= {"warmup_share": 0, "schedule": "cosine", "weight_decay": 0, "max_grad_norm": 1, "precision": "bf16"}
-CONVERT = {"seed": 1, "questions": "questions.yaml", "references_per_pair": 12, "no_change_share": 1, "sources": {}}
+CONVERT = {"seed": 1, "questions": "questions.yaml", "references_per_question": 12, "no_change_share": 1, "sources": {}}
 
 
 def train_section(**changes: object) -> Train:
