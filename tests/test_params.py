@@ -609,3 +609,12 @@ def test_a_dataset_that_may_have_test_pairs_may_be_the_gates(options, write):
 
 def test_a_dataset_that_only_trains_needs_no_test_pairs(write):
     assert load_params(write({"ingest.datasets.fotos": OWN_DATASET | {"options": {"split": "train"}}}))
+
+
+@pytest.mark.parametrize("key", ["paths.base", "convert.questions", "synthesize"])
+def test_a_key_that_dvc_needs_must_be_in_the_file_beside_dvc_yaml(key, write):
+    """Elsewhere, the default is used."""
+    path = write({key: REMOVED})
+    assert load_params(path)
+    (path.parent / "dvc.yaml").write_text((REPOSITORY / "dvc.yaml").read_text())
+    assert faults_of(path) == [Fault("settings.no_key_for_dvc", key=key)]

@@ -274,6 +274,7 @@ def test_a_dataset_a_model_and_a_base_are_enough_for_parameters():
     datasets = {"own": {"reader": "pairs", "root": "own"}}
     params = Params(ingest={"datasets": datasets}, models={"m": model}, train={"model": "m", "base": "base"})
     assert params.models["m"].rates == {"vision": None, "module": None, "projector": None, "llm": 0.001}
+    assert Params(ingest=params.ingest, models=params.models, train=params.train) == params
     assert params.promote.protocol == "own/test"
     assert params.compute.workers == 0
     assert "difference" in load_questions(params.convert.questions)

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from m3diff.provenance.dvc import lookup
+from m3diff.provenance.dvc import REFERENCE, lookup
 from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
 from m3diff.settings.parameter_file import Keys, comments_in, format_params
@@ -193,12 +193,28 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         params = Params.model_validate(raw)
         for rule in PARAMS_RULES:
             faults += rule(params)
+        faults += _faults_of_keys_for_dvc(path)
     except ValidationError as error:
         faults = faults_of_validation_error(error, raw, Params)
     if not faults:
         return params
     distinct_faults = list(dict.fromkeys(faults))
     raise ParamsError("settings.faults", path=path, count=len(distinct_faults), faults=distinct_faults)
+
+
+def _faults_of_keys_for_dvc(path: Path) -> Iterator[Fault]:
+    """Yield a fault for each key that dvc.yaml refers to and that is missing or null in the params.yaml beside it.
+
+    DVC reads this file without defaults and stops at such a key.
+    """
+    dvc_file = path.with_name("dvc.yaml")
+    if path.name != "params.yaml" or not dvc_file.is_file():
+        return
+    values = read_yaml(path)
+    sections = {field.alias or name for name, field in Params.model_fields.items()}
+    for key in dict.fromkeys(REFERENCE.findall(dvc_file.read_text(encoding="utf-8"))):
+        if key.partition(".")[0] in sections and lookup(values, key) is None:
+            yield Fault("settings.no_key_for_dvc", key=key)
 
 
 # Profiles

@@ -62,8 +62,8 @@ class TypedByFamily:
 
     @staticmethod
     def settings_class(entry: Any) -> type[Any]:
-        """Return the settings class of the entry's family."""
-        return FAMILIES[_Family.model_validate(entry).family].settings
+        """Return the settings class of the entry's family. An entry is a mapping, or already has this class."""
+        return FAMILIES[_Family.model_validate(entry, from_attributes=True).family].settings
 
     @classmethod
     def validate_entry(cls, entry: Any) -> Any:
