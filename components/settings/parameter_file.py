@@ -72,7 +72,7 @@ def value_lines(keys: Keys, value: Any, comments: Comments) -> list[str]:
     """
     key = inline(keys[-1])
     width = WIDTH - len(INDENT) * (len(keys) - 1)
-    is_commented_within = any(len(other) > len(keys) and other[: len(keys)] == keys for other in comments)
+    is_commented_within = any(path[: len(keys)] == keys and path != keys for path in comments)
     has_inner_mapping = isinstance(value, Mapping) and any(isinstance(item, Mapping) for item in value.values())
     line = f"{key}: {inline(value)}"
     is_one_line = len(line) <= width and "\n" not in line

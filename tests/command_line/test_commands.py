@@ -23,7 +23,7 @@ from tests.stages.train.toy import write_mixture
 from tests.tiny import noise_image
 from tests.toy import REPOSITORY
 
-PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
+PARAMS = load_params(REPOSITORY / "params.yaml")
 ENTRIES = PARAMS.ingest.datasets
 IMAGE_CACHE = Path("runs/image_cache.parquet")
 

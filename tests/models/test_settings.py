@@ -66,9 +66,9 @@ def test_a_part_of_the_alignment_that_fine_tuning_does_not_name_is_refused():
 def test_settings_are_equal_whether_or_not_they_name_frozen_parts():
     """The name of a run in the scratch folder is a hash of the settings."""
     family = FAMILIES["m3diff"]
-    named = GOOD | {"rates": dict.fromkeys(family.parts) | {"module": 0.0001}, "delays": dict.fromkeys(family.parts, 0)}
+    long = GOOD | {"rates": dict.fromkeys(family.parts) | {"module": 0.0001}, "delays": dict.fromkeys(family.parts, 0)}
     short = GOOD | {"rates": {"module": 0.0001}}
-    assert asdict(family.complete_settings(read(short))) == asdict(family.complete_settings(read(named)))
+    assert asdict(family.complete_settings(read(short))) == asdict(family.complete_settings(read(long)))
 
 
 def test_the_bare_difference_is_read_from_plain_values():
