@@ -36,7 +36,7 @@ from m3diff.models.m3diff import LARGE_BASE, M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
 from m3diff.models.masks import MaskedRows, RowBatch, pack
 from m3diff.models.processing import IMAGE, M3DiffImageProcessor, M3DiffProcessor
-from m3diff.models.settings import Lora, Rates
+from m3diff.models.settings import Lora
 from m3diff.models.tuning import meta_model, prepare_for_training, trainable_groups
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import peak_flops
@@ -121,7 +121,7 @@ class Size:
     @property
     def settings(self) -> M3DiffSettings:
         """Training settings with the paper's learning rates and a LoRA alpha of twice the rank."""
-        rates = Rates(vision=2e-6, projector=1e-5, module=1e-5, llm=1e-5)
+        rates = {"vision": 2e-6, "projector": 1e-5, "module": 1e-5, "llm": 1e-5}
         return M3DiffSettings("m3diff", self.config.module_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
 
     @property

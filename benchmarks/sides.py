@@ -46,7 +46,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import DifferentialPerception
-from m3diff.models.settings import Delays, MDPConfig
+from m3diff.models.settings import MDPConfig
 from m3diff.models.tuning import prepare_for_training, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
@@ -133,7 +133,7 @@ def embedded_job(folder: Path, captions: int | None, global_batch: int, micro_ba
     run_dir = folder / f"run_{captions or 'all'}"
     model = params.models[params.train.model]
     assert isinstance(model, M3DiffSettings)
-    model = replace(model, delays=Delays())  # the stock Trainer does not support delays
+    model = replace(model, delays={})  # the stock Trainer does not support delays
     return Job(cfg, model, compute, folder, run_dir / "out", run_dir, "")
 
 

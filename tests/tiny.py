@@ -22,7 +22,7 @@ from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
 from m3diff.models.onediff import OneDiffSettings
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor, pad_prompts
-from m3diff.models.settings import Lora, Rates, VDMConfig, module_config
+from m3diff.models.settings import Lora, VDMConfig, module_config
 from m3diff.models.tuning import prepare_for_training
 from m3diff.records.sample import Turn
 
@@ -99,7 +99,7 @@ def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) 
     """Return the settings of a tiny M3Diff. `rates` changes the learning rates of its parts."""
     without = {"module": None} if mdp is None else {}
     module = None if mdp is None else module_config(**mdp)
-    return M3DiffSettings("m3diff", module, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
+    return M3DiffSettings("m3diff", module, Lora(rank=rank, alpha=4), RATES | without | rates)
 
 
 VDM = {"vision_feature_layers": (1, 2), "tokens": 3, "layers": 4, "width": 12, "heads": 2, "mlp_ratio": 2}
@@ -110,7 +110,7 @@ def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | 
     """Return the settings of a tiny OneDiff. `rates` changes the learning rates of its parts."""
     without = {"module": None} if module is None else {}
     module_settings = None if module is None else VDMConfig(**module)
-    return OneDiffSettings("onediff", module_settings, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
+    return OneDiffSettings("onediff", module_settings, Lora(rank=rank, alpha=4), RATES | without | rates)
 
 
 CASES = ("m3diff", "m3diff without a module", "m3diff difference", "onediff", "onediff on LLaVA-1.5")

@@ -79,8 +79,9 @@ class Blip2IDCSettings(Settings):
 
     lora: adapters of the layers that compute queries, keys and values. The paper uses rank 8 and an alpha of twice the
         rank.
-    rates: learning rate of each part; `module` is BLIP-2's Q-Former. The paper uses the same rate for the adapters of
-        the vision encoder, the Q-Former and the LLM, and freezes the projector.
+    rates: learning rate of each part, of which `module` is BLIP-2's Q-Former; null, or no rate, freezes a part. The
+        paper uses the same rate for the adapters of the vision encoder, the Q-Former and the LLM, and freezes the
+        projector.
     module: always null, because BLIP2IDC does not add a module.
     augment: random augmentation of image pairs during training; null disables it.
     align: always null, because BLIP2IDC is trained in a single phase.

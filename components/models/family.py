@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,19 @@ class Family:
     def reads_question(self) -> bool:
         """Whether the answer depends on the question."""
         return self.takes.questions
+
+    def complete_settings(self, settings: Settings) -> Settings:
+        """Return the settings with a learning rate and a delay for every part, in the order of `parts`.
+
+        A part without a rate is frozen (None), and a part without a delay is trained from the first step (0.0).
+        Settings with equal values are therefore equal, whether or not they name these parts.
+        """
+        align = settings.align
+        if align is not None:
+            align = replace(align, rates={part: align.rates.get(part) for part in self.parts})
+        rates = {part: settings.rates.get(part) for part in self.parts}
+        delays = {part: settings.delays.get(part, 0.0) for part in self.parts}
+        return replace(settings, rates=rates, delays=delays, align=align)
 
     def part_of(self, name: str) -> str:
         """Return the part that the parameter with this name belongs to."""

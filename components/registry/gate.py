@@ -16,7 +16,7 @@ equal models on a small group of pairs. Choose a tolerance of about twice the st
 
 A new setting of the gate needs:
 
-1. a field of `Promote` in `stages/register/params.py`, with a value in `params.yaml` and `profiles/embedded.yaml`;
+1. a field of `Promote` in `stages/register/params.py`, with a default or a value in `profiles/embedded.yaml`;
 2. the code that uses it: `compare_with_champion` here, and `judge_without_champion` if it also applies to the first
    version. A setting that names a score also has a place in `compared_scores` and `use_characters_if_needed`;
 3. a check in `check_gate_scores` of `settings/rules.py`, if it names scores or protocols;

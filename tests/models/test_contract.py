@@ -29,7 +29,6 @@ from m3diff.models.family import Family
 from m3diff.models.fused import FusedLora, register_kernels
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.models.processing import pad_prompts
-from m3diff.models.settings import Rates
 from m3diff.models.tuning import meta_model, prepare_for_training, trainable_names, unwrap_model
 from m3diff.records.errors import DataError, ValueFault
 from m3diff.records.sample import Turn
@@ -78,7 +77,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def without_module(settings: Any) -> Any:
-    return replace(settings, module=None, rates=Rates(**dict(settings.rates) | {"module": None}))
+    return replace(settings, module=None, rates=settings.rates | {"module": None})
 
 
 def stock_of(case: Case) -> Any:
@@ -217,7 +216,7 @@ def test_a_question_with_the_image_token_is_refused_if_it_is_read(processor, cas
 def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
     """Torch counts causal attention like full attention."""
     changed = {part: None if part in frozen else rate for part, rate in case.settings.rates.items()}
-    settings = replace(case.settings, rates=Rates(**changed))
+    settings = replace(case.settings, rates=changed)
     model = meta_model(case.family.planned_config(case.base, settings), case.family, settings)
     terms = {term.name: term for term in case.family.flops(model, 40, 4)}
     ids = torch.zeros(1, 40, dtype=torch.long)

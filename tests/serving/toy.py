@@ -268,7 +268,7 @@ def command(root: Path, *options: str, toy: bool = True, port: int | None = None
     Args:
         changes: changed values in the section `serve`.
     """
-    values = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
+    values = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     values["serve"] |= changes
     values["register"]["tracking_uri"] = f"sqlite:///{root}/mlflow.db"
     values["train"]["base"] = str(REPOSITORY / values["train"]["base"])

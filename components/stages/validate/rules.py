@@ -13,8 +13,8 @@ A new rule needs:
 3. its description in `RULE_TEXTS` of `rule_texts.py`, for the stage's web page;
 4. its name in `RULES_BETWEEN_SPLITS` of `commands/inspect/judgement.py`, if a row can break the rule because of a row
    in another split;
-5. if users should be able to change its limit, a field in `params.py` with a value in `params.yaml` and
-   `profiles/embedded.yaml`. `check_records` in `stage.py` passes it to `build_rules`.
+5. if users should be able to change its limit, a field in `params.py` with a default. `check_records` in `stage.py`
+   passes it to `build_rules`.
 """
 
 from dataclasses import dataclass, field

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from m3diff.models.blip2idc import Augment
 from m3diff.models.checkpoint import verify_manifest
 from m3diff.models.family import Family
-from m3diff.models.settings import Delays
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import engine, loop
@@ -258,7 +257,7 @@ USED = tiny_settings(MDP | {"init_gain": 2.0})
 
 @pytest.mark.parametrize(
     ("model", "warned"),
-    [(UNUSED, True), (replace(UNUSED, delays=Delays(module=0.5)), False), (USED, False)],
+    [(UNUSED, True), (replace(UNUSED, delays={"module": 0.5}), False), (USED, False)],
     ids=["unused", "delayed", "used"],
 )
 def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, monkeypatch, capfd):

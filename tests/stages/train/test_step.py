@@ -12,7 +12,6 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.models.settings import Delays
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.engine import rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
@@ -199,7 +198,7 @@ def test_a_constant_rate_without_warm_up_begins_after_the_delay(base):
     ("schedule", "last_factor"), [("constant", 1.0), ("cosine", 0.5 * (1 + math.cos(0.8 * math.pi)))]
 )
 def test_a_delayed_part_stays_as_it_is_until_its_step(schedule, last_factor, workspace):
-    model = replace(tiny_settings(), delays=Delays(module=0.5))
+    model = replace(tiny_settings(), delays={"module": 0.5})
     run_recipe = workspace.recipe(model=model, warmup_share=0.0, weight_decay=0.1, schedule=schedule)
     training = started(run_recipe, workspace.mixture, workspace.folder)
     assert training.schedule.steps == 6
