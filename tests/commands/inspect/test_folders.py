@@ -184,9 +184,18 @@ MENDED_BY_COMMAND = [
     (numbered("gzip_called_csv"), "files.gzip"),
 ]
 
+NAMED_OTHERWISE = "check.columns_differ_by_file"
+CAPTION_COLUMNS = {"captions": ["instruction", "prompt"]}
 MENDED_BY_OPTION = [
     (numbered("unknown_split", ("'part 3'",)), "check.unknown_splits", {"splits": {"part 3": "train"}}),
     (numbered("rows_that_are_no_pairs"), "check.rows_without_pair", {"pairs_only": True}),
+    (FolderCase("captions_named_by_file"), NAMED_OTHERWISE, {"columns": CAPTION_COLUMNS}),
+    (FolderCase("captions_named_by_header"), NAMED_OTHERWISE, {"columns": CAPTION_COLUMNS}),
+    (
+        FolderCase("images_named_by_file"),
+        NAMED_OTHERWISE,
+        {"columns": {"before": ["input", "source"], "after": ["output", "target"]}},
+    ),
     (numbered("id_twice"), "check.ids_of_several_pairs", {"columns": {"id": None}}),
 ]
 
