@@ -117,6 +117,16 @@ def found_at(value: str, file: str) -> Message:
     return Message("check.image_at_other_path", value=value, file=file)
 
 
+def found_below(folder: str, value: str) -> Message:
+    """The advice that the paths begin with a folder of another computer."""
+    return Message("check.image_below_foreign_folder", value=value, file="a b/0.png", folder=folder)
+
+
+NAMED_ON_OTHER_COMPUTER = [
+    (OTHER_FOLDER("path_of_another_computer"), "/mnt/x.y/"),
+    (OTHER_FOLDER("path_out_of_the_root"), "../"),
+]
+
 REFUSED = [
     # tables that cannot be read
     numbered(
@@ -168,10 +178,10 @@ REFUSED = [
             Message("check.image_of_row_is_missing", value="9.png", source="pairs.json, record 0"),
         ),
     ),
-    OTHER_FOLDER("path_of_another_computer", (found_at("/mnt/x.y/a b/0.png", "a b/0.png"),)),
+    OTHER_FOLDER("path_of_another_computer", (found_below("/mnt/x.y/", "/mnt/x.y/a b/0.png"),)),
     OTHER_FOLDER("path_of_windows", (found_at(r"C:\data\a b\0.png", "a b/0.png"),)),
     OTHER_FOLDER("file_address", (found_at("file:///mnt/x/a%20b/0.png", "a b/0.png"),)),
-    OTHER_FOLDER("path_out_of_the_root", (found_at("../a b/0.png", "a b/0.png"),)),
+    OTHER_FOLDER("path_out_of_the_root", (found_below("../", "../a b/0.png"),)),
     OTHER_FOLDER("backslashes", (found_at(r"a b\0.png", "a b/0.png"),)),
     numbered("absolute_path_out_of_the_root", (Message("check.image_outside_root", value="/mnt/9.png"),)),
     numbered("capitals_in_a_name", (found_at("0.PNG", "0.png"),)),
@@ -309,6 +319,18 @@ def test_the_printed_option_mends_the_entry(tmp_path, case, code, options):
     (entry,) = printed_entries(output)
     entry["options"] = entry.get("options", {}) | options
     is_sound, output = check_folder(root, entry)
+    assert is_sound, output
+
+
+@pytest.mark.parametrize(("case", "folder"), NAMED_ON_OTHER_COMPUTER, ids=str)
+def test_deleting_the_folder_of_another_computer_mends_the_table(tmp_path, case, folder):
+    root = case.write(tmp_path / "raw")
+    table = root / "pairs.csv"
+    is_sound, output = check_folder(root)
+    assert not is_sound
+    assert Message("check.image_below_foreign_folder", folder=folder, tables=[table.name]).in_text(output)
+    table.write_text(table.read_text().replace(folder, ""))
+    is_sound, output = check_folder(root)
     assert is_sound, output
 
 
