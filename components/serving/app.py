@@ -319,6 +319,6 @@ class Server:
                 code="not_ready",
                 finding="the model is still loading",
                 limit="requests are answered after it is loaded",
-                remedy="wait until GET /readyz answers 200 (ask again after the seconds in Retry-After), then repeat the request",
+                remedy="wait until GET /readyz answers 200; ask again after the seconds in Retry-After",
             )
         return self.models.current

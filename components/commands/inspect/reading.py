@@ -17,7 +17,7 @@ from m3diff.datasets.drawn_split import SplitShares, describe_shares, propose_sh
 from m3diff.datasets.files import Embedded, read_json
 from m3diff.datasets.odd_captions import OddCaptions
 from m3diff.datasets.spec import Published, Row, SplitCount, read_with_notes
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, format_count
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import odd_captions_of, to_records
@@ -199,7 +199,7 @@ def _overview_lines(name: str, entry: DatasetEntry, content: FolderContent) -> l
     lines = _count_lines(spec.part(name) or nearest_part, content.records)
     lines += _lines_without_test_pairs(entry, content.rows)
     lines.append(
-        f"  {len(content.images):,} images, {len(content.missing_images):,} of them missing and "
+        f"  {format_count(len(content.images), 'image')}, {len(content.missing_images):,} of them missing and "
         f"{len(content.empty_images):,} empty"
     )
     lines += [f"  {note}" for note in content.option_notes]

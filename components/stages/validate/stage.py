@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from m3diff.datasets import DATASETS
 from m3diff.datasets.tables import SIDES
 from m3diff.images.check import OK, check_images
-from m3diff.records.errors import DataError, Fault, command_to_read_again
+from m3diff.records.errors import DataError, Fault, command_to_read_again, format_count
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
@@ -186,8 +186,8 @@ def validate(
         raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine.parquet", page=page)
     if rows.quarantine.height:
         bad_row = rows.quarantine.row(0, named=True)
-        count = rows.quarantine.height
-        print(f"validate: {count:,} rows are quarantined. The first is {bad_row['source']}: {bad_row['reason']}")
+        count = format_count(rows.quarantine.height, "row is", "rows are")
+        print(f"validate: {count} quarantined. The first is {bad_row['source']}: {bad_row['reason']}")
     return report
 
 
