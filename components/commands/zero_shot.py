@@ -25,7 +25,7 @@ from m3diff.endpoint.questions import EndpointQuestion, replace_surrogates
 from m3diff.endpoint.transport import EndpointError
 from m3diff.endpoint.url import on_this_machine
 from m3diff.images.open import ImageError, load_image
-from m3diff.records.errors import DataError, Fault, redact
+from m3diff.records.errors import DataError, Fault, format_count, redact
 from m3diff.records.files import StageReport, new_folder, write_atomic
 from m3diff.report.origin import Origin
 from m3diff.scoring.metrics import choose_metrics, needs_java
@@ -118,13 +118,14 @@ class ZeroShotResult(NamedTuple):
         test_pairs = self.captions_report.rows_in
         for kind, ids in self.captions_report.without_caption.items():
             if ids:
-                answers = f"{len(ids):,} of {test_pairs:,} answers were {kind}"
+                answers = f"{len(ids):,} of {format_count(test_pairs, 'answer was', 'answers were')} {kind}"
                 lines.append(f"{answers} and are scored as an empty caption: {list_ids(ids)}")
         for protocol, percentages in headline_scores(self.scores_report).items():
             protocol_scores = self.scores_report.protocols[protocol]
             coverage = ""
-            if protocol_scores.is_partial:
-                coverage = f" ({protocol_scores.pairs:,} of {protocol_scores.published_pairs:,} pairs)"
+            published_pairs = protocol_scores.published_pairs
+            if protocol_scores.is_partial and published_pairs is not None:
+                coverage = f" ({protocol_scores.pairs:,} of {format_count(published_pairs, 'pair')})"
             lines.append(f"{protocol}{coverage}, times 100: {format_scores(percentages)}")
             dataset = protocol.partition("/")[0]
             for row in published_rows(dataset):

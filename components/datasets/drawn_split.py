@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from m3diff.datasets.files import Embedded
 from m3diff.datasets.spec import Row
-from m3diff.records.errors import DataError, ValueFault
+from m3diff.records.errors import DataError, ValueFault, format_count
 from m3diff.records.schemas import SPLITS, Split
 from m3diff.settings.section import Section
 
@@ -134,7 +134,8 @@ class DrawnCounts:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count:,} {split}" for split, count in self.pairs.items())
-        return f"{counts} pairs of {self.groups:,} scenes"
+        pairs = "pair" if sum(self.pairs.values()) == 1 else "pairs"
+        return f"{counts} {pairs} of {format_count(self.groups, 'scene')}"
 
 
 def draw_splits(root: Path, rows: Sequence[Row], shares: SplitShares, notes: list[str]) -> Iterator[Row]:

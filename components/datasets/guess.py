@@ -31,6 +31,7 @@ MAX_TASKS = 7  # a column with more distinct texts does not name tasks
 PLAIN_FIELDS = ("id", "scene", "change_types")  # columns that the reader finds by name, so no option has to name them
 # Tables that are tried first. If one of them has the documented columns, no other tables are tried
 DOCUMENTED_FILES = ("pairs.csv", "annotations.json")
+DATASET_DICT_FILE = "dataset_dict.json"  # lists the splits of a DatasetDict that `save_to_disk` wrote
 IMAGE_FIELDS = {"before", "after", "images"}
 
 
@@ -142,8 +143,16 @@ def _combine_guesses(guesses: Mapping[str, TableGuess]) -> TableGuess:
     return TableGuess(answers[0], notes, [Doubt(question, answers)])
 
 
+def is_saved_by_datasets(folder: Path) -> bool:
+    """Return True if a folder was written by `save_to_disk` of the library `datasets`: a Dataset or a DatasetDict."""
+    is_dataset = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return is_dataset or (folder / DATASET_DICT_FILE).is_file()
+
+
 def table_files(root: Path) -> list[Path]:
     """Return the files in a folder that could be tables, except hidden ones. Return [] if the folder is unreadable."""
+    if is_saved_by_datasets(root):
+        return []  # its JSON files describe the data in its Arrow files
     try:
         tables = (path for path in root.iterdir() if path.suffix.lower() in TABLE_SUFFIXES)
         return sorted(path for path in tables if path.name[0] not in "._")

@@ -2,13 +2,25 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from m3diff.datasets.files import Embedded, describe, describe_kind, read_splits
+from m3diff.datasets.files import (
+    Embedded,
+    column_names,
+    describe,
+    describe_kind,
+    parse_json,
+    read_lines,
+    read_splits,
+    read_text,
+)
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import SPLITS
+
+RECORDS_TO_RECOGNISE = 5  # number of records in a file by which a dataset is recognised; a few may be broken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +203,39 @@ def find_fault(record: Any, fields: Mapping[str, type]) -> Fault | None:
     return None
 
 
+def has_other_file(root: Path, files: Iterable[str], common_name: str) -> bool:
+    """Return True if the folder has one of the files, apart from one whose name much other data has, too."""
+    return any((root / file).is_file() for file in files if file != common_name)
+
+
+def has_record(root: Path, patterns: Iterable[str], fields: Iterable[str]) -> bool:
+    """Return True if one of the first records in the annotation files has all of these fields.
+
+    Files that do not exist or cannot be read are skipped.
+
+    Args:
+        patterns: JSON files with a list of records, files with one JSON record per line, or Parquet files.
+    """
+    paths = chain.from_iterable(sorted(root.glob(pattern)) for pattern in patterns)
+    first_records = chain.from_iterable(map(_first_records, paths))
+    return any(isinstance(record, Mapping) and record.keys() >= set(fields) for record in first_records)
+
+
+def _first_records(path: Path) -> list[Any]:
+    """Return the first records of a file, or [] if it cannot be read. A Parquet file has one record of only nulls."""
+    try:
+        if path.suffix == ".parquet":
+            return [dict.fromkeys(column_names(path))]
+        text = read_text(path)
+        try:
+            value = parse_json(text, path)
+        except DataError:  # not one JSON value, so probably one per line
+            return [record for _, record in islice(read_lines(path), RECORDS_TO_RECOGNISE)]
+        return value[:RECORDS_TO_RECOGNISE] if isinstance(value, list) else []
+    except DataError:
+        return []
+
+
 Use = Literal["train", "redistribute", "show"]
 
 
@@ -277,6 +322,9 @@ class DatasetSpec:
     licence: Licence
     read: Callable[..., Iterator[Row]]  # takes the root and the reader's options; yields one Row per pair
     files: tuple[str, ...]  # annotation files or patterns in the root, by which `m3diff data check` detects the layout
+    # Takes the root; returns whether the content of the files is this dataset's. None if no other data have files with
+    # these names
+    recognise: Callable[[Path], bool] | None = None
     task: str = "difference"  # task in the file `convert.questions` whose questions are used
     published: tuple[Published, ...] = ()
     references: int | None = None  # number of references in the paper, if no numbers per split are published

@@ -317,8 +317,8 @@ class Server:
             raise RequestRefusedError(
                 status=503,
                 code="not_ready",
-                finding="no model yet",
-                limit="a loaded model",
-                remedy="ask again when /readyz answers 200",
+                finding="the model is still loading",
+                limit="requests are answered after it is loaded",
+                remedy="wait until GET /readyz answers 200; ask again after the seconds in Retry-After",
             )
         return self.models.current

@@ -14,6 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
+from m3diff.records.errors import format_count
 from m3diff.serving.batcher import Asked
 from m3diff.serving.refusals import MAX_EXCERPT_CHARS, RequestRefusedError, shorten, unprocessable
 
@@ -199,9 +200,12 @@ def read_chat(body: bytearray) -> Asked:
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
     if len(chat.messages) != 1 or len(urls) != 2 or len(texts) > 1:
+        message_count = format_count(len(chat.messages), "message")
+        image_count = format_count(len(urls), "image")
+        text_count = format_count(len(texts), "text")
         raise unprocessable(
             code="wrong_parts",
-            finding=f"{len(chat.messages)} message(s), {len(urls)} image(s), {len(texts)} text(s)",
+            finding=f"{message_count}, {image_count}, {text_count}",
             limit="one message with exactly 2 images and at most one text",
             remedy="send the image before, then the image after, as two parts `image_url`",
             field="messages",

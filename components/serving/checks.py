@@ -4,7 +4,7 @@ import unicodedata
 from functools import partial
 
 from m3diff.images.open import FORMATS, ImageError, open_image, size_fault
-from m3diff.records.errors import Fault
+from m3diff.records.errors import Fault, format_count
 from m3diff.serving.batcher import Asked, ModelFacts
 from m3diff.serving.caption import SIDES
 from m3diff.serving.refusals import RequestRefusedError, shorten, unprocessable
@@ -36,7 +36,7 @@ def _check_image(data: bytes, side: str, max_mpx: float) -> None:
     except Exception as error:  # malicious input can make a decoder raise anything
         raise unprocessable(
             code="not_an_image",
-            finding=f"{len(data)} bytes, {_reason_of(error)}",
+            finding=f"{format_count(len(data), 'byte')}, {_reason_of(error)}",
             limit=f"an image ({', '.join(FORMATS)})",
             remedy=SAVE_AS_FILE,
             field=side,
@@ -109,7 +109,7 @@ def check_question(caption_request: Asked, registered_name: str, facts: ModelFac
 def _refusal_of_question(question: str, facts: ModelFacts) -> RequestRefusedError | None:
     """Return the refusal (HTTP 422) of a question, or None if the model can answer it."""
     refuse = partial(unprocessable, remedy=REPHRASE_QUESTION, field="question")
-    length = f"{len(question)} characters"
+    length = format_count(len(question), "character")
     if not facts.reads_question:
         return refuse("question_not_read", length, "none: this model says of every pair what changed")
     if not question.strip():

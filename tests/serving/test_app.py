@@ -190,17 +190,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a field in JSON": (as_json(colour=1), "unknown_field", "colour: 1"),
     "another type": (typed(b"x", "text/plain"), "wrong_type", "Content-Type 'text/p"),
     "a form without a boundary": (typed(b"x", FORM), "not_a_form", "a multipart form"),
-    "chat: one image": (parts(TEXT, IMAGE), "wrong_parts", "1 image(s), 1 text(s); one message with"),
-    "chat: two texts": (parts(TEXT, IMAGE, IMAGE, TEXT), "wrong_parts", "2 image(s), 2 text(s); one"),
+    "chat: one image": (parts(TEXT, IMAGE), "wrong_parts", "1 image, 1 text; one message with"),
+    "chat: two texts": (parts(TEXT, IMAGE, IMAGE, TEXT), "wrong_parts", "2 images, 2 texts; one"),
     "chat: an address": (parts(image_part("https://a.com/a.png"), IMAGE), "not_base64", f"{WHERE}https://a.com/a.png"),
     "chat: a file's": (parts(image_part("file:///etc/passwd"), IMAGE), "not_base64", f"{WHERE}file:///etc/passwd"),
     "chat: two messages": (
         messages({**USER, "content": [IMAGE]}, {**USER, "content": [SECOND_IMAGE]}),
         "wrong_parts",
-        "2 message(s)",
+        "2 messages",
     ),
     "chat: a system's": (messages({**USER, "role": "system"}, USER), "invalid_field", "messages.0.role: system"),
-    "chat: no message": (messages(), "wrong_parts", "messages: 0 message(s)"),
+    "chat: no message": (messages(), "wrong_parts", "messages: 0 messages"),
     "chat: a stream": (parts(IMAGE, IMAGE, stream=True), "invalid_field", "stream: True"),
     "chat: a special token": (parts(TEXT | {"text": "<image>"}, IMAGE, IMAGE), "special_token", "'<image>'"),
 }
@@ -503,6 +503,19 @@ def test_a_server_without_a_model_is_healthy_and_not_ready(serve):
     for answer in (service.get("/readyz"), service.get("/v1/models"), service.post(CAPTION, **PAIR)):
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
+
+
+def test_a_request_before_the_model_is_loaded_is_told_what_happens_and_how_to_wait(serve):
+    service = serve(is_ready=False)
+    body = service.post(CAPTION, **PAIR).json()
+    assert body["error"] == "not_ready"
+    assert body["field"] is None
+    assert "is still loading" in body["found"]
+    assert "GET /readyz" in body["remedy"]
+    assert "Retry-After" in body["remedy"]
+    error = service.get("/v1/models").json()["error"]
+    assert error["code"] == "not_ready"
+    assert error["message"] == f"{body['found']}; {body['limit']}; {body['remedy']}"
 
 
 async def sent(part: bytes, count: int, pause_s: float = 0) -> AsyncIterator[bytes]:

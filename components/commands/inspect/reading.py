@@ -11,6 +11,7 @@ from typing import Any
 from m3diff.commands.inspect.layout import TABLE_READERS
 from m3diff.commands.inspect.lines import list_problems
 from m3diff.commands.inspect.missing_images import remedies_for_missing_images
+from m3diff.commands.inspect.other_columns import remedy_for_missing_columns
 from m3diff.datasets import DATASETS
 from m3diff.datasets.conversations import IMAGE_MARK
 from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts, first_source
@@ -18,7 +19,7 @@ from m3diff.datasets.drawn_split import SplitShares, describe_shares, propose_sh
 from m3diff.datasets.files import Embedded, read_json
 from m3diff.datasets.odd_captions import OddCaptions
 from m3diff.datasets.spec import Published, Row, SplitCount, read_with_notes
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, format_count
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import odd_captions_of, to_records
@@ -56,7 +57,6 @@ EMBEDDED_MARK = "#bytes="  # separates a table's path from the name of an image 
 # Remedies for faults of rows whose messages do not contain a remedy, by error code
 REMEDY_OF_FAULT = {
     "datasets.repeated_id": Fault("check.ids_of_several_pairs", options="{columns: {id: null}}"),
-    "datasets.missing_value": Fault("check.columns_differ_by_file", options="{columns: {captions: [one, other]}}"),
     "datasets.not_two_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
     "datasets.marks_differ_from_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
     "datasets.too_many_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
@@ -125,7 +125,9 @@ def read_folder(name: str, entry: DatasetEntry) -> FolderReading:
     try:
         content = _read_content(name, entry)
     except DataError as error:
-        return FolderReading([f"  CANNOT BE READ {error}"])
+        lines = [f"  CANNOT BE READ {error}"]
+        remedy = remedy_for_missing_columns(entry) if error.code == "datasets.missing_columns" else None
+        return FolderReading([*lines, *_list_remedies([remedy] if remedy else [])])
     problems = _problems(entry, content)
     lines = _overview_lines(name, entry, content)
     for kind, examples in problems.items():
@@ -215,7 +217,7 @@ def _overview_lines(name: str, entry: DatasetEntry, content: FolderContent) -> l
     lines = _count_lines(spec.part(name) or nearest_part, content.records)
     lines += _lines_without_test_pairs(entry, content.rows)
     lines.append(
-        f"  {len(content.images):,} images, {len(content.missing_images):,} of them missing and "
+        f"  {format_count(len(content.images), 'image')}, {len(content.missing_images):,} of them missing and "
         f"{len(content.empty_images):,} empty"
     )
     lines += [f"  {note}" for note in content.option_notes]
@@ -357,10 +359,19 @@ def _remedy_lines(entry: DatasetEntry, content: FolderContent) -> list[str]:
     """Return lines with the remedies for the problems of the folder, or no lines if no remedy is known."""
     codes = {row.fault.code for row in content.rows if row.fault}
     remedies = [remedy for code, remedy in REMEDY_OF_FAULT.items() if code in codes]
+    sources = {row.source for row in content.rows if row.fault and row.fault.code == "datasets.missing_value"}
+    remedy_of_columns = remedy_for_missing_columns(entry, sources) if sources else None
+    if remedy_of_columns:
+        remedies.append(remedy_of_columns)
     if content.faults or content.missing_images:
         remedies += remedies_for_missing_images(entry, content.rows, {*content.missing_images})
     if content.records_of_unknown_splits:
         remedies.append(_remedy_for_unknown_splits(content.rows))
+    return _list_remedies(remedies)
+
+
+def _list_remedies(remedies: Sequence[Fault]) -> list[str]:
+    """Return lines with the remedies, each only once, or [] if there are none."""
     if not remedies:
         return []
     lines = ["  remedies:"]

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from m3diff.records.errors import format_count
 from m3diff.stages.validate.suite import ExpectationResult
 
 
@@ -60,7 +61,7 @@ def describe_rule(rule: str) -> RuleText:
 
 def describe_result(result: ExpectationResult) -> ResultText:
     """Describe the result of an expectation in words."""
-    rows = "1 row" if result.row_count == 1 else f"{result.row_count or 0:,} rows"
+    rows = format_count(result.row_count or 0, "row")
     if result.rule == "rows":
         sentence = "There is at least one row"
         outcome = f"found {rows}"

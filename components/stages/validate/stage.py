@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from m3diff.datasets import DATASETS
 from m3diff.images.check import OK, check_images
-from m3diff.records.errors import DataError, Fault, command_to_read_again
+from m3diff.records.errors import DataError, Fault, command_to_read_again, format_count
 from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA
 from m3diff.records.tables import load_table, write_table
@@ -186,20 +186,39 @@ def validate(
     assert report.rows_in == check_results.records.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
     faults = faults_of_report(cfg, report, rows, miscounts)
-    faults += faults_of_test_pairs(protocol, entries, rows.clean)
+    faults += faults_of_test_pairs(protocol, entries, rows)
     write_page(report, results, rows.quarantine, out / "docs", faults)
     for finding in report.findings:
         print(f"validate: {finding.dataset}: {finding.sentence}. The first is {finding.first[0]}")
     if rows.clean.filter(split="test").is_empty():
-        print("validate: no dataset has a test pair, so no model can be scored")
+        print(f"validate: {_fault_without_test_pairs(rows, out)}")
     if faults:
         page = out / "docs" / "index.html"
         raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine", page=page)
     if rows.quarantine.height:
         bad_row = rows.quarantine.row(0, named=True)
-        count = rows.quarantine.height
-        print(f"validate: {count:,} rows are quarantined. The first is {bad_row['source']}: {bad_row['reason']}")
+        count = format_count(rows.quarantine.height, "row is", "rows are")
+        print(f"validate: {count} quarantined. The first is {bad_row['source']}: {bad_row['reason']}")
     return report
+
+
+def _fault_without_test_pairs(rows: SplitRows, out: Path) -> Fault:
+    """Return why no clean pair is in the test split: no row is in it, or all of its rows are quarantined."""
+    lost_pairs = rows.quarantine.filter(own_split="test")
+    if lost_pairs.is_empty():
+        return Fault("validate.no_test_pairs")
+    return Fault(
+        "validate.all_test_pairs_quarantined",
+        rows=lost_pairs.height,
+        first=_first_reason(lost_pairs),
+        quarantine=out / "quarantine.parquet",
+        page=out / "docs" / "index.html",
+    )
+
+
+def _first_reason(quarantine: pl.DataFrame) -> str:
+    """Return the source of the first quarantined row, and why it is quarantined."""
+    return f"{quarantine['source'][0]}: {quarantine['reason'][0]}"
 
 
 def _require_agreement(results: Sequence[ExpectationResult], check_results: CheckResults) -> None:
@@ -277,7 +296,7 @@ def find_rejection_faults(
             if count != expected:
                 miscounts.append(unexpected_count_fault(dataset, split, count, expected=expected))
     faults = faults_of_report(cfg, _build_report(check_results, rows), rows, miscounts, rows_always_allowed)
-    faults += faults_of_test_pairs(protocol, entries, rows.clean)
+    faults += faults_of_test_pairs(protocol, entries, rows)
     return faults
 
 
@@ -584,12 +603,21 @@ def count_allowed_rows(share: float, rows: int, rows_always_allowed: int = MIN_A
     return rows_by_share
 
 
-def faults_of_test_pairs(
-    protocol: str | None, entries: Mapping[str, DatasetEntry], clean: pl.DataFrame
-) -> Iterator[Fault]:
+def faults_of_test_pairs(protocol: str | None, entries: Mapping[str, DatasetEntry], rows: SplitRows) -> Iterator[Fault]:
     """Yield a fault if the dataset with which the gate scores models has no clean test pairs."""
     if protocol is None:
         return
     dataset = protocol.partition("/")[0]
-    if dataset in entries and clean.filter(dataset=dataset, split="test").is_empty():
+    if dataset not in entries or not rows.clean.filter(dataset=dataset, split="test").is_empty():
+        return
+    lost_pairs = rows.quarantine.filter(dataset=dataset, own_split="test")
+    if lost_pairs.is_empty():
         yield Fault("ingest.no_test_pair", dataset=dataset, protocol=protocol)
+    else:
+        yield Fault(
+            "validate.no_clean_test_pair",
+            dataset=dataset,
+            protocol=protocol,
+            rows=lost_pairs.height,
+            first=_first_reason(lost_pairs),
+        )
