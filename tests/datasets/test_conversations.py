@@ -209,10 +209,10 @@ FAULTS = {
 def test_a_conversation_that_cannot_be_read_is_a_fault_of_its_row(tmp_path, case):
     images, conversation, code, fields = FAULTS[case]
     sound = {"images": PICTURES, "conversations": llava("Z?", "z")}
-    row, other = read(tmp_path, [{"images": images, "conversations": conversation}, sound], **CONVERSATION)
+    row, sound_row = read(tmp_path, [{"images": images, "conversations": conversation}, sound], **CONVERSATION)
     assert row.fault.code == f"datasets.{code}"
     assert {name: row.fault.fields[name] for name in fields} == fields
-    assert other.fault is None
+    assert sound_row.fault is None
 
 
 def test_a_row_with_a_fault_has_no_fault_about_its_number_of_images(tmp_path):
