@@ -162,7 +162,7 @@ def table_files(root: Path) -> list[Path]:
 
 def _select_named_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that the option `columns` must name: by field, the columns that the reader would not find."""
-    always_named_fields = ("images", "question")
+    always_named_fields = ("images", "question", "history")
     return {field: name for field, name in columns.items() if field != name or field in always_named_fields}
 
 
@@ -195,6 +195,8 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
         split_choice = choose_split_column(path, sample.options, other_values, split_of_all)
     text_columns, text_doubts, unread_columns = _text_columns(path, values, other_values, split_choice.occupied)
     columns = image_columns_by_field | text_columns
+    if "question" in columns and any(isinstance(value, list) for value in values.get("history", [])):
+        columns["history"] = "history"
     if split_choice.column:
         columns["split"] = split_choice.column
     doubts += text_doubts

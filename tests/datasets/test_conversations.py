@@ -9,8 +9,9 @@ import pytest
 
 from m3diff.datasets import pairs
 from m3diff.records.errors import DataError, Fault
-from tests.errors import raises
-from tests.layouts import write_json
+from m3diff.stages.ingest.stage import to_records
+from tests.errors import Message, raises
+from tests.layouts import make_entry, write_json
 
 
 def llava(*texts: str) -> list[dict[str, Any]]:
@@ -208,10 +209,18 @@ FAULTS = {
 def test_a_conversation_that_cannot_be_read_is_a_fault_of_its_row(tmp_path, case):
     images, conversation, code, fields = FAULTS[case]
     sound = {"images": PICTURES, "conversations": llava("Z?", "z")}
-    row, other = read(tmp_path, [{"images": images, "conversations": conversation}, sound], **CONVERSATION)
+    row, sound_row = read(tmp_path, [{"images": images, "conversations": conversation}, sound], **CONVERSATION)
     assert row.fault.code == f"datasets.{code}"
     assert {name: row.fault.fields[name] for name in fields} == fields
-    assert other.fault is None
+    assert sound_row.fault is None
+
+
+def test_a_row_with_a_fault_has_no_fault_about_its_number_of_images(tmp_path):
+    write_json(tmp_path / "m.json", [{"images": ["a.png"], "conversations": llava("A?")}])
+    entry = make_entry("pairs", tmp_path, manifest="m.json", split="train", **CONVERSATION)
+    (record,), _ = to_records("d", entry, pairs.read(tmp_path, **entry.options))
+    assert Message("datasets.question_without_answer", key="conversations", turn=0).in_text(record["fault"])
+    assert not Message("datasets.unexpected_value", key="images").in_text(record["fault"])
 
 
 def test_a_list_of_answers_in_one_turn_is_its_references(tmp_path):

@@ -242,8 +242,8 @@ def _question_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"  turns a row: {_count_with_first(readable_rows, lambda row: len(row.history) + 1)}"
     marked_rows = [row for row in rows_with_question if _has_mark(row)]
     if marked_rows:
-        first = first_source(marked_rows[0])
-        yield f"  <image> inside the text of a question: {len(marked_rows):,} rows, the first is {first}"
+        location = first_source(marked_rows[0])
+        yield f"  <image> inside the text of a question: {len(marked_rows):,} rows, the first is {location}"
 
 
 def _count_with_first(rows: Sequence[Row], number_of: Callable[[Row], int]) -> str:

@@ -234,9 +234,10 @@ def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callabl
     scene = image_set if row.scene is None and not faults else _usable_text("scene", row.scene, faults)
     split = _usable_text("split", row.split, faults)
     images = []
-    if row.question is None and len(row.images) not in (0, len(SIDES)):
+    # The number of images in a row with a fault may be a consequence of that fault
+    if not row.fault and row.question is None and len(row.images) != len(SIDES):
         faults.append(unexpected("images", "two images", list(row.images)))
-    elif len(row.images) > MOST_IMAGES and not row.fault:
+    elif not row.fault and len(row.images) > MOST_IMAGES:
         faults.append(Fault("datasets.too_many_images", key="images", limit=MOST_IMAGES, count=len(row.images)))
     names = SIDES if len(row.images) == len(SIDES) else ("image",)
     for name_of_image, image in zip(names, row.images, strict=False):

@@ -1,6 +1,7 @@
 """The mixture as LLaVA records."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def test_a_dialogue_has_a_tag_for_each_image_and_all_turns(out, tmp_path):
     ]
     convert(tmp_path, records)
     export_llava(ENTRIES, tmp_path / "mixture", out)
-    by_id = {one["id"]: one for one in read_records(out / "train.json")}
-    texts = {name: [message["value"] for message in one["conversations"]] for name, one in by_id.items()}
+    by_id = {exported["id"]: exported for exported in read_records(out / "train.json")}
+    texts = {name: [message["value"] for message in exported["conversations"]] for name, exported in by_id.items()}
     assert texts == {
         "d/a#0": ["<image><image>\nHow many?", "two", "Where?", "it moved"],
         "d/b#0": ["<image>\nHow many?", "two", "Where?", "it moved"],
@@ -113,8 +114,8 @@ def test_what_was_exported_is_read_as_the_same_samples(out, tmp_path, monkeypatc
     turns = [("How many?", "two"), ("Where?", "left"), ("Why <image>?", "x")]
     talk = [{"role": role, "content": text} for turn in turns for role, text in zip(ROLES, turn, strict=True)]
     rows = []
-    for split, first in (("train", 0), ("val", 2)):
-        pair = images[first : first + 2]
+    for split, number in (("train", 0), ("val", 2)):
+        pair = images[number : number + 2]
         rows.append({"images": pair, "messages": talk[:4], "split": split})
         rows.append(
             {"images": pair, "messages": [talk[0], {"role": "assistant", "content": ["one", "2"]}], "split": split}
@@ -149,7 +150,7 @@ def samples_of(root: Path, options: dict[str, Any], folder: Path) -> list[tuple[
     samples = []
     for split in ("train", "val"):
         for sample in read_table(folder / "mixture" / split).to_pylist():
-            uris = tuple(image["uri"] for image in sample["images"])
+            uris = tuple(os.path.normpath(image["uri"]) for image in sample["images"])
             history = tuple((turn["question"], turn["answer"]) for turn in sample["history"])
             samples.append((split, uris, history, sample["question"], sample["answer"]))
     return sorted(samples)

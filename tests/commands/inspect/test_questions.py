@@ -10,7 +10,7 @@ from m3diff.commands.inspect.reading import UNCHANGED_BY_FLAG
 from m3diff.commands.inspect.statistics import write_statistics
 from m3diff.datasets import pairs
 from m3diff.records.schemas import NO_CHANGE
-from tests.commands.inspect.folders import check_folder
+from tests.commands.inspect.folders import check_folder, printed_entries
 from tests.layouts import edit_json, save_picture, write_json, write_levir, write_record_table
 
 
@@ -35,6 +35,22 @@ def test_a_check_counts_kinds_images_turns_and_marks_with_their_first_rows(tmp_p
     assert "images a row: 2 (3), 1 (1, the first is m.json, record 2)" in lines
     assert "turns a row: 1 (3), 2 (1, the first is m.json, record 1)" in lines
     assert "<image> inside the text of a question: 1 rows, the first is m.json, record 2" in lines
+
+
+def test_a_column_history_is_proposed_with_the_question(tmp_path):
+    save_picture(tmp_path / "a.png", 1)
+    save_picture(tmp_path / "b.png", 2)
+    turns = [{"query": "Where?", "response": "left", "history": [["How many?", "two"]]}]
+    write_json(tmp_path / "m.json", [{"images": ["a.png", "b.png"], "split": "train"} | turn for turn in turns])
+    _, output = check_folder(tmp_path)
+    (entry,) = printed_entries(output)
+    assert entry["options"]["columns"] == {
+        "images": "images",
+        "captions": "response",
+        "question": "query",
+        "history": "history",
+    }
+    assert "turns a row: 2 (1)" in output
 
 
 def test_a_table_of_captions_has_no_lines_about_questions(tmp_path):

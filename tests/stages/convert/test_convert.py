@@ -1,7 +1,7 @@
 """The stage `convert`: every draw depends only on seed and id, and the report counts everything that is left out."""
 
 import hashlib
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +136,13 @@ def test_own_questions_are_asked_and_those_about_the_same_images_stay_together(t
     assert report.samples == {"train": 30, "val": 30, "test": 30}
     for frame in split_frames(tmp_path / "mixture").values():
         image_sets = frame["image_set"].to_list()
-        assert sum(one != other for one, other in pairwise(image_sets)) == 4
+        assert sum(name != next_name for name, next_name in pairwise(image_sets)) == 4
     by_record = dict(samples.select("record", "question").iter_rows())
     assert {record["id"]: record["question"] for record in records} == by_record
 
 
 def test_images_are_weighted_with_all_of_their_questions(tmp_path):
-    records = [one for number in range(40) for one in questions_about(str(number), 3)]
+    records = list(chain.from_iterable(questions_about(str(number), 3) for number in range(40)))
     sources = {"d": {"weight": 1.5, "max_pairs": 20, "references_per_question": 1}}
     samples, report = run(tmp_path, records, sources=sources)
     assert report.pairs["train"] == 20
