@@ -342,7 +342,7 @@ def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_pa
     assert "unknown" not in scores.pairs
     assert scores.absent == {}
     assert compute(pairs[:1], {}, None).absent == dict.fromkeys(names, ONE_KIND)
-    Image.new("RGB", (9, 8)).save(pairs[1].after)
+    Image.new("RGB", (9, 8)).save(pairs[1].images[1].uri)
     reason = compute(pairs, {}, None).absent[names[1]]
     assert reason.startswith("b: ")
     assert Message("scoring.image_sizes_differ", before="8x8", after="9x8").in_text(reason)

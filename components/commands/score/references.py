@@ -3,9 +3,11 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pyarrow.parquet as pq
 
 from m3diff.commands.score.predictions import ID_FIELDS, describe_columns, find_columns, read_text
 from m3diff.commands.score.task import ScoringTask
@@ -13,7 +15,7 @@ from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse
 from m3diff.datasets.filters import SplitNames, split_of_cell
 from m3diff.datasets.split_column import SplitChoice, choose_split_column
 from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, images_of, names_of, read_rows, read_sample
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, data_error_if_unreadable
 from m3diff.records.schemas import SPLITS
 from m3diff.records.tables import part_paths, read_table
 from m3diff.scoring.grammar import Grammar
@@ -21,8 +23,12 @@ from m3diff.scoring.pairs import EvalPair
 
 # Names of the columns that may hold captions in a table of pairs, the most likely first
 CAPTION_COLUMNS = (
-    "captions", "references", "caption", "reference", "sentences", "sentence", "descriptions", "description",
+    "captions", "references", "caption", "reference", "sentences", "sentence", "descriptions", "description", "answers",
+    "answer",
 )  # fmt: skip
+# Names of the columns that may hold the question of a row and its kind
+QUESTION_COLUMNS = ("question", "query")
+KIND_COLUMNS = ("kind", "question_type", "question_kind")
 PART_NAME = re.compile(r"\d{5}\.parquet")
 
 
@@ -109,17 +115,34 @@ def is_table_of_records(path: Path) -> bool:
 
 
 def read_record_references(path: Path, task: ScoringTask) -> References:
-    """Read the test pairs from a table of records, and the grammar from the folder that contains the table."""
+    """Read the test pairs from a table of records, and the grammar from the folder that contains the table.
+
+    The records of an earlier release have no column for questions.
+    """
     columns = ["id", "dataset", "references", "change_types"]
+    columns += [name for name in ("question", "kind") if name in column_names(path)]
     test_rows = [("split", "=", "test")]
     rows = read_table(path, columns, test_rows, "files.unreadable_stage_output", writer="ingest").to_pylist()
     pairs = {}
     for row in rows:
         if row["id"] is not None:
             name = row["id"].removeprefix(f"{row['dataset']}/")
-            pairs[name] = make_bare_pair(task, name, row["references"] or [""], row["change_types"] or [])
+            pair = make_bare_pair(task, name, row["references"] or [""], row["change_types"] or [])
+            pairs[name] = replace(pair, question=row.get("question"), kind=row.get("kind"))
     grammar = path.with_name("grammar.json")
     return References(pairs, Grammar.load(grammar) if grammar.is_file() else None)
+
+
+def column_names(table: Path) -> list[str]:
+    """Return the names of the columns of a table of records.
+
+    Raises:
+        DataError: the first part cannot be read.
+    """
+    first_part = part_paths(table)[0]
+    with data_error_if_unreadable(first_part, "files.unreadable_stage_output", writer="ingest"):
+        names: list[str] = pq.read_schema(first_part).names
+    return names
 
 
 def make_bare_pair(task: ScoringTask, name: str, references: list[str], change_types: list[str]) -> EvalPair:
@@ -127,10 +150,7 @@ def make_bare_pair(task: ScoringTask, name: str, references: list[str], change_t
     return EvalPair(
         id=f"{task.dataset}/{name}",
         dataset=task.dataset,
-        before=Path(),
-        after=Path(),
-        before_sha256=b"",
-        after_sha256=b"",
+        images=(),
         references=references,
         change_types=change_types,
     )
