@@ -49,6 +49,7 @@ class Pipeline:
             "git": lambda *arguments: self.git.append(arguments),
             "load_params": lambda path: "the parameters",
             "prepare_run": self.prepare_run,
+            "notes_on_questions": lambda params: ["other questions"],
             "reproduce": lambda stage, current, return_state: self.task((stage, current), name=stage),
             "push_data": lambda return_state: self.task("push"),
             "register_model": self.register,

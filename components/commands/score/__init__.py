@@ -15,7 +15,7 @@ from m3diff.commands.score.references import References, find_references
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_task, require_references
 from m3diff.records.errors import DataError
-from m3diff.scoring.bootstrap import draw_ahead, intervals
+from m3diff.scoring.bootstrap import draw_ahead, intervals, intervals_by_kind
 from m3diff.scoring.grammar import parse_predictions
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, Metric
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
@@ -108,6 +108,7 @@ def score_pairs(
     if protocol_pairs.counts_characters:
         ranking_score = f"{ranking_score}{BY_CHARACTERS}"
     published = [] if protocol_pairs.counts_characters else sort_published(task)
+    table = score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores})
     pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL_PAIRS}
     return ScoreReport(
         dataset=task.dataset,
@@ -120,12 +121,8 @@ def score_pairs(
         published_pairs=task.protocol.published_pairs,
         references=sum(len(pair.references) for pair in protocol_pairs.pairs),
         scores={name: value for name, value in scores.groups[ALL_PAIRS].items() if name not in CONTROL_SCORES},
-        intervals=intervals(
-            score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores}),
-            shown_metrics,
-            protocol_pairs.name,
-            counts=drawn_counts or None,
-        ),
+        intervals=intervals(table, shown_metrics, protocol_pairs.name, counts=drawn_counts or None),
+        kind_intervals=intervals_by_kind(table, shown_metrics, protocol_pairs.name),
         by_group={group: {"pairs": len(ids), **scores.groups[group]} for group, ids in pairs_by_group.items()},
         absent={name: reason for name, reason in scores.absent.items() if name not in CONTROL_SCORES},
         faults=[str(fault) for fault in matched.faults],

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
@@ -226,6 +226,9 @@ class ReferenceColumns:
     ids: column of ids. None if the pairs are named after their images.
     captions: one or more columns, each with a text or a list of texts.
     split: column that names the split of each pair, and the meaning of its values.
+    question: column of questions that the captions answer. None if there is none.
+    kind: column of the kinds of questions. None if there is none.
+    question_ids: column of ids of questions, which predictions may use in place of `ids`. None if there is none.
     notes: notes on columns that were chosen although their names do not make their meaning clear.
     """
 
@@ -233,6 +236,9 @@ class ReferenceColumns:
     ids: str | None
     captions: list[str]
     split: SplitChoice
+    question: str | None = None
+    kind: str | None = None
+    question_ids: str | None = None
     notes: Sequence[str] = ()
 
 
@@ -255,15 +261,17 @@ def find_reference_columns(path: Path) -> ReferenceColumns:
             possible_image_columns |= set(columns_in(name))
     columns = [name for name in header if name not in possible_image_columns]
     ids = next(iter(find_columns(columns, ID_FIELDS)), None)
+    question = next(iter(find_columns(columns, QUESTION_COLUMNS)), None)
     captions = find_caption_columns(columns)
-    split_values = {name: values[name] for name in columns if name in values and name not in {ids, *captions}}
+    used_columns = {ids, question, *captions}
+    split_values = {name: values[name] for name in columns if name in values and name not in used_columns}
     split = choose_split_column(path, sample.options, split_values, {})
     notes = []
     if split.column is None and split.occupied:
         names = " and ".join(split.occupied)
         notes.append(f"{path.name}: it is unclear whether {names} names the split of a pair, so all rows are used")
     if not captions:
-        unused_columns = [name for name in columns if name != ids and name not in split.occupied]
+        unused_columns = [name for name in columns if name not in (ids, question) and name not in split.occupied]
         text_columns = [name for name in unused_columns if has_sentences(values.get(name, []))]
         if len(text_columns) == 1:
             captions = text_columns
@@ -277,7 +285,16 @@ def find_reference_columns(path: Path) -> ReferenceColumns:
                 "score.image_columns_unclear", path=path, columns=all_columns, question=image_columns.question
             )
         raise DataError("score.no_id_column", path=path, columns=all_columns)
-    return ReferenceColumns(images=images, ids=ids, captions=captions, split=split, notes=notes)
+    return ReferenceColumns(
+        images=images,
+        ids=ids,
+        captions=captions,
+        split=split,
+        question=question,
+        kind=None if question is None else next(iter(find_columns(columns, KIND_COLUMNS)), None),
+        question_ids=None if question is None else next(iter(find_columns(columns, ("question_id",))), None),
+        notes=notes,
+    )
 
 
 def find_caption_columns(columns: Iterable[str]) -> list[str]:
@@ -339,6 +356,9 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
     If a column names several splits, only the pairs of the test split are scored. Predictions may identify a pair by
     its id or by the names that `m3diff caption` assigns to it.
 
+    If a column holds questions, each question about a pair is a record. If a pair has several questions, they are
+    called "<pair>?0", "<pair>?1", ... in the order of the table, as ingest calls them.
+
     Raises:
         DataError: the columns cannot be found (see `find_reference_columns`), the table has several splits but no test
             split, a row cannot be read or has no id, two rows have the same id but different images, or a pair has no
@@ -356,17 +376,27 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
     images_by_id: dict[str, tuple[Any, Any]] = {}
     aliases: dict[str, str] = {}
     names_in_other_splits: dict[str, None] = {}  # a dict keeps the order
+    pair_ids: list[str] = []
     for number, (location, row) in enumerate(rows):
-        ids = columns.ids
-        pair_id = pair_names[images[number]] if ids is None else read_text(location, row, [ids]).strip()
-        names_of_row = [pair_names[images[number]], row_names[number]] if images else []
+        pair_id = pair_names[images[number]] if columns.ids is None else read_text(location, row, [columns.ids]).strip()
+        pair_ids.append(pair_id)
+        has_known_images = images and selection.is_scored[number]
+        if has_known_images and images_by_id.setdefault(pair_id, images[number]) != images[number]:
+            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
+    questions = name_questions(rows, columns, pair_ids, selection)
+    for number, (location, row) in enumerate(rows):
+        pair_id = pair_ids[number]
+        question = questions[number]
+        names_of_row = [row_names[number]] if images else []
+        if images and question.name == pair_id:
+            names_of_row.append(pair_names[images[number]])
+        if columns.question_ids is not None:
+            names_of_row.append(read_text(location, row, [columns.question_ids]).strip())
         if not selection.is_scored[number]:
             names_in_other_splits |= dict.fromkeys([pair_id, *names_of_row])
             continue
-        if images and images_by_id.setdefault(pair_id, images[number]) != images[number]:
-            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
-        aliases |= dict.fromkeys(names_of_row, pair_id)
-        captions.setdefault(pair_id, []).extend(read_captions(location, row, columns.captions))
+        aliases |= dict.fromkeys(names_of_row, question.name)
+        captions.setdefault(question.name, []).extend(read_captions(location, row, columns.captions))
     uncaptioned = [name for name, captions_of_pair in captions.items() if not captions_of_pair]
     if not captions:
         raise DataError("score.no_pair", path=path)
@@ -379,14 +409,69 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
             names=uncaptioned,
             name=uncaptioned[0],
         )
+    question_by_name = {question.name: question for question in questions}
+    pairs = {
+        name: replace(pair, question=question_by_name[name].question, kind=question_by_name[name].kind)
+        for name, pair in make_pairs(task, captions).items()
+    }
     return References(
-        pairs=make_pairs(task, captions),
+        pairs=pairs,
         are_as_scored=True,
         aliases={name: pair_id for name, pair_id in aliases.items() if name not in captions},
         # splits may number their pairs separately, so a name may occur in two splits
         names_in_other_splits=[name for name in names_in_other_splits if name not in captions and name not in aliases],
         notes=[*columns.notes, *selection.notes],
     )
+
+
+class NamedQuestion(NamedTuple):
+    """The question of a row, and the name of its record. The question and its kind are None for a caption."""
+
+    name: str
+    question: str | None = None
+    kind: str | None = None
+
+
+def name_questions(
+    rows: Sequence[tuple[str, Any]], columns: ReferenceColumns, pair_ids: Sequence[str], selection: RowSelection
+) -> list[NamedQuestion]:
+    """Return the question of each row. An empty question is that of a caption.
+
+    A row is called as its pair, with a number if the scored rows of the pair have several questions.
+
+    Raises:
+        DataError: a question or a kind is not text.
+    """
+    if columns.question is None:
+        return [NamedQuestion(pair_id) for pair_id in pair_ids]
+    questions: list[str | None] = []
+    kinds: list[str | None] = []
+    numbers_by_pair: dict[str, dict[str | None, int]] = {}
+    for number, (location, row) in enumerate(rows):
+        question = read_optional_text(location, row, columns.question)
+        questions.append(question)
+        kinds.append(None if columns.kind is None else read_optional_text(location, row, columns.kind))
+        if selection.is_scored[number]:
+            numbers = numbers_by_pair.setdefault(pair_ids[number], {})
+            numbers.setdefault(question, len(numbers))
+    named_questions = []
+    for pair_id, question, kind in zip(pair_ids, questions, kinds, strict=True):
+        numbers = numbers_by_pair.get(pair_id, {})
+        name = f"{pair_id}?{numbers[question]}" if len(numbers) > 1 and question in numbers else pair_id
+        named_questions.append(NamedQuestion(name, question, kind))
+    return named_questions
+
+
+def read_optional_text(location: str, row: Any, column: str) -> str | None:
+    """Return the text of a cell without white space around it, or None if the cell is empty.
+
+    Raises:
+        DataError: the value is not text.
+    """
+    value = look_up(row, column)
+    if value is None:
+        return None
+    return read_text(location, {column: value}, [column]).strip() or None
 
 
 def locate_images(table: Path, images: Iterable[tuple[Any, Any]]) -> list[tuple[Path | Embedded, Path | Embedded]]:
