@@ -101,7 +101,7 @@ const VIEWS = (TWO ? [
   ["Differ most", {sort: "most"}], [`${PAGE.runs[1]} better`, {sort: "high"}], [`${PAGE.runs[0]} better`, {sort: "low"}], ["All, by id", {sort: "id"}],
 ] : [
   ["One of each kind", {sort: "type", each: true}], ["Where it fails", {sort: "low", changes: "one"}], ["Where it shines", {sort: "high", changes: "one"}],
-  ["Several changes", {sort: "low", changes: "several"}], ["Nothing changed", {sort: "low", changes: "none"}], ["All pairs", {sort: "order"}],
+  ["Several changes", {sort: "low", changes: "several"}], ["Nothing changed", {sort: "low", changes: "none"}], [`All ${NOUN}`, {sort: "order"}],
 ]).filter(([, view]) => PAGE.columns.length || !["low", "high", "most"].includes(view.sort));
 const VIEW_CONTROLS = {changes: "", grade: "", sort: "order", type: "", kind: "", text: "", low: "", high: ""};
 function applyView(view) {
@@ -209,7 +209,7 @@ function open(place) {
   find("next").disabled = place === shown.length - 1;
   const count = pair.images ? pair.images.length : 0;
   find("look").hidden = count === 0;
-  find("slide").hidden = count !== 2;
+  find("slide").hidden = find("slide-keys").hidden = count !== 2;
   find("single").hidden = count !== 1;
   if (count === 2) {
     find("slide-before").src = pair.images[0];
@@ -315,5 +315,5 @@ addEventListener("hashchange", reveal);
 addEventListener("DOMContentLoaded", () => { markCutTables(); reveal(); });
 
 setUp();
-applyView(VIEWS[KINDS > 1 || TWO ? 0 : VIEWS.length - 1][1]);
+applyView(VIEWS[SORTS > 1 || TWO ? 0 : VIEWS.length - 1][1]);
 })();

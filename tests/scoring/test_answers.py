@@ -184,6 +184,8 @@ def test_groups_have_shares_of_right_answers_and_counts_of_questions():
         "number_questions": 1,
         "choice_questions": 0,
         "exact_match_shuffled": 1 / 2,
+        "exact_match_unshuffled": 1 / 2,
+        "shuffled_questions": 2,
     }
     assert scores.groups["by_kind/count"]["exact_match"] == 0.0
     assert scores.groups["by_kind/count"]["number_accuracy"] == 1.0

@@ -30,6 +30,7 @@ from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 LIMIT_S = 3600  # time limit of a Java scorer in seconds; SPICE gets more, depending on its captions
 # Scores that are not reported, because a file of captions has no captions of shuffled pairs
 CONTROL_SCORES = {name for name, score in HEADLINE_SCORES.items() if score.is_shuffled_control}
+CONTROL_SCORES |= {"exact_match_unshuffled", "shuffled_questions"}
 
 
 def score(

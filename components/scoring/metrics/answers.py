@@ -249,11 +249,27 @@ def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> Metr
     scores: dict[str, dict[str, Value]] = {
         group: score_group([values_by_id[pair_id] for pair_id in ids]) for group, ids in groups.items()
     }
-    shuffled_answers = [pair for pair in pairs if pair.shuffled_prediction is not None]
-    shuffled_matches = [is_exact_match(pair.shuffled_prediction or "", pair.references) for pair in shuffled_answers]
-    scores[ALL_PAIRS]["exact_match_shuffled"] = share_of_right(shuffled_matches)
-    absent = {} if shuffled_answers else {"exact_match_shuffled": NO_SHUFFLED}
+    scores[ALL_PAIRS] |= score_control(pairs)
+    absent = {} if scores[ALL_PAIRS]["shuffled_questions"] else {"exact_match_shuffled": NO_SHUFFLED}
     return MetricScores(scores, values_by_id, absent)
+
+
+def score_control(pairs: Iterable[EvalPair]) -> dict[str, Value]:
+    """Return the exact match of the questions in the shuffled control, and of the same questions about their own pairs.
+
+    The control has only questions about two images, so the exact match of all questions would be no comparison.
+    """
+    shuffled_matches: list[bool] = []
+    true_matches: list[bool] = []
+    for pair in pairs:
+        if pair.shuffled_prediction is not None:
+            shuffled_matches.append(is_exact_match(pair.shuffled_prediction, pair.references))
+            true_matches.append(is_exact_match(pair.prediction, pair.references))
+    return {
+        "exact_match_shuffled": share_of_right(shuffled_matches),
+        "exact_match_unshuffled": share_of_right(true_matches),
+        "shuffled_questions": len(shuffled_matches),
+    }
 
 
 def judge_answer(pair: EvalPair) -> dict[str, PairValue]:
@@ -287,7 +303,7 @@ METRIC = Metric(
     compute,
     main_score="exact_match",
     scores=tuple(COLUMN_OF_SCORE),
-    overall=("exact_match_shuffled",),
+    overall=("exact_match_shuffled", "exact_match_unshuffled"),
     columns=dict.fromkeys(COLUMN_OF_SCORE.values(), "bool"),
     resampled={score: mean_of(column) for score, column in COLUMN_OF_SCORE.items()},
     lower_is_better=("exact_match_shuffled",),
