@@ -119,6 +119,7 @@ Reason: asked for"""
     assert state.name == "Rejected"
     assert state.message == "ingest@a ran, ingest@b ran, train restored, push ran, register ran, promote rejected"
     assert fake_pipeline.pages == [("Rejected", None)]
+    assert "preflight: note: other questions" in fake_pipeline.log_lines
     assert fake_pipeline.flow_run_of_register == name, "the version and the record know the flow run"
     assert M3DIFF_FLOW_RUN_VARIABLE not in os.environ
 

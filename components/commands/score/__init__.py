@@ -46,7 +46,8 @@ def score(
 
     Args:
         predictions: file of captions in a format supported by `predictions.read_predictions`.
-        benchmark: name of a benchmark from `task.benchmarks`. None to use the references without a benchmark.
+        benchmark: name of a benchmark from `task.benchmarks`. None to use the references or ingest's records without
+            a benchmark.
         protocol: name of one of the benchmark's protocols. None for its main protocol.
         references: COCO captions, or the user's own table of pairs.
         data: alternative to `references`: the dataset's folder, or ingest's records of the dataset.
@@ -67,7 +68,7 @@ def score(
             find_jars(spice_dir)
         except ScorerFailed as missing:
             raise DataError("score.spice_dir_unusable", cause=missing.fault) from None
-    task = find_task(benchmark, protocol, references)
+    task = find_task(benchmark, protocol, references, data)
     task_references = find_references(task, references, data)
     matched = find_pairs(predictions, task, task_references, allow_faults)
     return score_pairs(matched, task, task_references, spice_dir)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from m3diff.commands.score.predictions import ID_FIELDS, describe_columns, find_columns, read_text
-from m3diff.commands.score.task import ScoringTask
+from m3diff.commands.score.task import ScoringTask, find_record_table
 from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, pick, read_json
 from m3diff.datasets.filters import SplitNames, split_of_cell
 from m3diff.datasets.split_column import SplitChoice, choose_split_column
@@ -29,7 +29,6 @@ CAPTION_COLUMNS = (
 # Names of the columns that may hold the question of a row and its kind
 QUESTION_COLUMNS = ("question", "query")
 KIND_COLUMNS = ("kind", "question_type", "question_kind")
-PART_NAME = re.compile(r"\d{5}\.parquet")
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,9 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
         if is_table(references):
             return read_reference_table(references, task)
         return read_coco_references(references, task)
+    record_table = None if data is None else find_record_table(data)
+    if record_table is not None:
+        return read_record_references(record_table, task)
     assert task.spec is not None
     if data is None:
         raise DataError(
@@ -77,9 +79,6 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
             names=task.spec.files,
             page=task.spec.page,
         )
-    for table in (data, data / "records", data / "records.parquet"):
-        if is_table_of_records(table):
-            return read_record_references(table, task)
     if not data.is_dir():
         raise DataError("score.data_missing", path=data, names=task.spec.files)
     return read_dataset_references(data, task)
@@ -102,16 +101,6 @@ def read_dataset_references(folder: Path, task: ScoringTask) -> References:
             captions = [read_text(where, {"caption": text}, ("caption",)) for text in row.references]
             pairs[row.name] = make_bare_pair(task, row.name, captions or [""], row.change_types)
     return References(pairs, Grammar.load(folder / "grammar.json") if task.spec.grammar else None)
-
-
-def is_table_of_records(path: Path) -> bool:
-    """Return whether a path is a table of records: a folder of numbered parts, or the single file of an older release.
-
-    A dataset's folder may contain Parquet files, too, but with other names.
-    """
-    if path.is_dir():
-        return any(PART_NAME.fullmatch(part.name) for part in part_paths(path))
-    return path.suffix == ".parquet" and path.is_file()
 
 
 def read_record_references(path: Path, task: ScoringTask) -> References:
