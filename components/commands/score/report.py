@@ -63,7 +63,8 @@ class ScoreReport(BaseModel):
         source = f" ({self.source})" if self.source else ""
         yield f"{self.dataset}, protocol {self.protocol!r}{source}"
         published_pairs = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
-        yield f"  {self.pairs:,} pairs{published_pairs}, {self.references / self.pairs:.2f} references per pair"
+        noun = "pair" if self.scores.get("questions") is None else "record"
+        yield f"  {self.pairs:,} {noun}s{published_pairs}, {self.references / self.pairs:.2f} references per {noun}"
         tokenizer = "PTB, in lower case" if self.tokenizer == "ptb" else "split at white space, case-sensitive"
         if self.counts_characters:
             tokenizer = f"characters in scripts without spaces between words, otherwise {tokenizer}"
