@@ -1007,7 +1007,7 @@ def score_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Any,
 
 @pytest.mark.parametrize(
     "names",
-    [("1?0", "1?1", "2"), ("1", "1-2", "2")],
+    [("1?0", "1?1", "2"), ("1-1-row-00001", "1-1-row-00002", "2")],
     ids=["as ingest calls them", "as caption calls them"],
 )
 def test_each_question_of_a_table_is_scored(names, tmp_path, monkeypatch):

@@ -386,7 +386,7 @@ def test_some_metrics_have_a_program_need_another_input_or_need_no_java():
     assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
     extra_inputs = {name: metric.extra_input for name, metric in METRICS.items() if metric.extra_input}
     assert extra_inputs == {"SPICE": "spice_dir", "judge": "judge", "pixel_threshold": "images"}
-    without_java = ["change_accuracy", "judge", "pixel_threshold"]
+    without_java = ["answers", "change_accuracy", "judge", "pixel_threshold"]
     assert [name for name, metric in METRICS.items() if not metric.java] == without_java
 
 
