@@ -425,9 +425,9 @@ def ask(params: Params, tmp_path: Path, **questions: Sequence[str | None]) -> Pa
         READ_ROWS[name] = rows
         (tmp_path / name).mkdir()
         datasets[name] = DatasetEntry(reader="pairs", root=tmp_path / name)
-    asked = with_base(params, Path("base"), **datasets)
-    convert = asked.convert.model_copy(update={"questions": REPOSITORY / "profiles" / "questions.yaml"})
-    return asked.model_copy(update={"convert": convert})
+    run = with_base(params, Path("base"), **datasets)
+    convert = run.convert.model_copy(update={"questions": REPOSITORY / "profiles" / "questions.yaml"})
+    return run.model_copy(update={"convert": convert})
 
 
 READ_ROWS: dict[str, list[Row]] = {}
@@ -447,8 +447,8 @@ def rows_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_note_names_datasets_that_ask_other_questions_than_the_champions(params, register_champion, tmp_path):
     register_champion({"files": {}, "trained_on": {"question": TRAINED_QUESTION}})
-    asked = ask(params, tmp_path, own=["How many?", "Where?", "How many?"], same=[None], mixed=["Why?", None])
-    (note,) = notes_on_questions(asked)
+    run = ask(params, tmp_path, own=["How many?", "Where?", "How many?"], same=[None], mixed=["Why?", None])
+    (note,) = notes_on_questions(run)
     assert f"m3diff version 2, the champion, was trained on the question “{TRAINED_QUESTION}”" in note
     assert "own asks “How many?” and 1 more" in note
     assert "same asks" not in note
@@ -474,10 +474,10 @@ def test_a_champion_that_names_no_question_gets_no_note(manifest, params, regist
 
 
 def test_without_a_champion_or_its_checkpoint_there_is_no_note(params, mlflow_store, tmp_path):
-    asked = ask(params, tmp_path, own=["How many?"])
-    assert notes_on_questions(asked) == [], "the checkpoint of version 1 is nowhere"
+    run = ask(params, tmp_path, own=["How many?"])
+    assert notes_on_questions(run) == [], "the checkpoint of version 1 is nowhere"
     mlflow_store.delete_registered_model_alias("m3diff", "champion")
-    assert notes_on_questions(asked) == []
+    assert notes_on_questions(run) == []
 
 
 def test_a_new_store_is_not_created_for_the_note(params, tmp_path):

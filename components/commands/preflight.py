@@ -224,9 +224,9 @@ def notes_on_questions(params: Params) -> list[str]:
             task = params.convert.sources.get(name, MixtureSource()).task or DATASETS[entry.reader].task
             if task not in task_questions or not entry.root.is_dir():
                 continue  # convert and ingest report these problems
-            asked = list_questions(entry, task_questions[task][0])
-            if asked and trained_question not in asked:
-                phrases.append(describe_questions(name, list(asked)))
+            questions = list_questions(entry, task_questions[task][0])
+            if questions and trained_question not in questions:
+                phrases.append(describe_questions(name, questions))
     except (DataError, MlflowException, OSError, ValueError):
         return []
     if not phrases:
@@ -247,14 +247,14 @@ def find_champion(params: Params) -> ModelVersion | None:
         return find_aliased_version(client, params.register_.model_name, CHAMPION)
 
 
-def list_questions(entry: DatasetEntry, task_question: str) -> dict[str, None]:
+def list_questions(entry: DatasetEntry, task_question: str) -> list[str]:
     """Return the distinct questions of a dataset in the order of its rows.
 
     Args:
         task_question: question that is asked about records without a question of their own.
     """
     rows = DATASETS[entry.reader].read(entry.root, **entry.options)
-    return dict.fromkeys(row.question or task_question for row in rows if not row.fault)
+    return list(dict.fromkeys(row.question or task_question for row in rows if not row.fault))
 
 
 def describe_questions(dataset: str, questions: Sequence[str]) -> str:

@@ -39,13 +39,13 @@ class ProtocolPairs:
 
     rules: the rules of the protocol.
     pairs: the pairs, with their texts already joined and truncated by the rules.
-    whole: the protocol with all of its pairs. None if these are all of them.
+    full_protocol: the protocol with all of its pairs. None if these are all of them.
     """
 
     dataset: str
     rules: Protocol
     pairs: list[EvalPair]
-    whole: "ProtocolPairs | None" = None
+    full_protocol: "ProtocolPairs | None" = None
 
     @property
     def name(self) -> str:
@@ -56,15 +56,15 @@ class ProtocolPairs:
     def groups(self) -> Groups:
         """Pair ids of each group that has scores: all pairs, followed by the groups of `group_pairs`.
 
-        Some pairs of a protocol are in the groups of the whole protocol.
+        Some pairs of a protocol are in the groups of the full protocol.
         """
         ids = [pair.id for pair in self.pairs]
-        if self.whole is None:
+        if self.full_protocol is None:
             return {ALL_PAIRS: ids, **group_pairs(self.pairs)}
         own_ids = set(ids)
         return {
             group: [pair_id for pair_id in ids_of_group if pair_id in own_ids]
-            for group, ids_of_group in self.whole.groups.items()
+            for group, ids_of_group in self.full_protocol.groups.items()
         }
 
     @cached_property
@@ -93,7 +93,7 @@ class ProtocolPairs:
                 pairs = [pair for pair in self.pairs if pair.id in self.text_ids]
         if len(pairs) == len(self.pairs):
             return self
-        return replace(self, pairs=pairs, whole=self.whole or self)
+        return replace(self, pairs=pairs, full_protocol=self.full_protocol or self)
 
     @cached_property
     def script_counts(self) -> ScriptCounts:

@@ -123,7 +123,7 @@ def test_answers_are_compared_by_kind_of_question(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring_run, "tokenise", lambda texts, limit_s: {text: text for text in texts})
     folders = questions.write(tmp_path)
     evaluate(bench.config(metrics=("CIDEr",)), bench.compute(), *folders, tmp_path / "first")
-    answers = {f"toy/{name}": asked.references[0] for name, asked in questions.RECORDS.items()}
+    answers = {f"toy/{name}": item.references[0] for name, item in questions.RECORDS.items()}
     bench.write_json(folders.predictions / "predictions.json", bench.as_file(answers))
     evaluate(bench.config(metrics=("CIDEr",)), bench.compute(), *folders, tmp_path / "second")
     scores = texts_by_score(run(tmp_path, tmp_path)["toy/test"])

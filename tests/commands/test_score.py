@@ -1053,10 +1053,10 @@ def test_a_table_without_questions_has_no_score_of_answers(tmp_path):
 @pytest.mark.parametrize("folder", ["02_records/toy", "02_records/toy/records"])
 def test_the_records_of_ingest_give_the_scores_of_answers_without_a_benchmark(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("m3diff.commands.score.require_java", lambda: None)
-    records = {name: asked for name, asked in questions.RECORDS.items() if asked.kind == "count"}
-    rows = [questions.record(tmp_path, name, asked) for name, asked in records.items()]
+    records = {name: item for name, item in questions.RECORDS.items() if item.kind == "count"}
+    rows = [questions.make_row(tmp_path, name, item) for name, item in records.items()]
     write_record_table(tmp_path / "02_records/toy/records", rows)
-    answers = write(tmp_path / "p.json", {f"toy/{name}": asked.prediction for name, asked in records.items()})
+    answers = write(tmp_path / "p.json", {f"toy/{name}": item.prediction for name, item in records.items()})
     report = score(answers, data=tmp_path / folder)
     assert report.dataset == "toy"
     assert report.scores["number_accuracy"] == 1 / 2

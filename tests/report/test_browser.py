@@ -248,6 +248,9 @@ def test_only_two_images_have_a_slider(new_page, question_page):
         if name == "one":
             assert drawn_images(page.locator("#look")) >= 1
             assert page.locator("#single").evaluate("image => image.naturalWidth") == 24
+            box = page.locator("#single").bounding_box()
+            assert box is not None
+            assert box["width"] > 200, "a small image fills its column"
             page.keyboard.press("ArrowUp")
         page.keyboard.press("Escape")
     assert shown == {"two": ["#slide", "#look"], "one": ["#single", "#look"], "none": []}

@@ -8,7 +8,7 @@ from tests.scoring import bench
 from tests.scoring.bench import Folders, paint
 
 
-class Asked(NamedTuple):
+class AnsweredRecord(NamedTuple):
     """A record with the model's answer."""
 
     images: int
@@ -21,14 +21,14 @@ class Asked(NamedTuple):
 
 CAPTION = "the red cube at the left turned blue"
 RECORDS = {
-    "0": Asked(2, [CAPTION], "the red cube at the left became blue"),
-    "0?0": Asked(2, ["2"], "There are two.", "How many cubes are there?", "count"),
-    "0?1": Asked(2, ["yes"], "Yes.", "Did the cube change?", "yes/no"),
-    "0?2": Asked(2, [CAPTION], CAPTION, "And what changed?", "describe", (("Did anything change?", "yes"),)),
-    "1": Asked(2, ["the green ball at the top was removed"], "nothing changed"),
-    "one": Asked(1, ["B"], "B. blue", "Which colour is it? A. red B. blue", "colour"),
-    "one?1": Asked(1, ["3"], "4", "How many balls are there?", "count"),
-    "none": Asked(0, ["no"], "yes", "Is snow black?"),
+    "0": AnsweredRecord(2, [CAPTION], "the red cube at the left became blue"),
+    "0?0": AnsweredRecord(2, ["2"], "There are two.", "How many cubes are there?", "count"),
+    "0?1": AnsweredRecord(2, ["yes"], "Yes.", "Did the cube change?", "yes/no"),
+    "0?2": AnsweredRecord(2, [CAPTION], CAPTION, "And what changed?", "describe", (("Did anything change?", "yes"),)),
+    "1": AnsweredRecord(2, ["the green ball at the top was removed"], "nothing changed"),
+    "one": AnsweredRecord(1, ["B"], "B. blue", "Which colour is it? A. red B. blue", "colour"),
+    "one?1": AnsweredRecord(1, ["3"], "4", "How many balls are there?", "count"),
+    "none": AnsweredRecord(0, ["no"], "yes", "Is snow black?"),
 }
 
 
@@ -37,20 +37,20 @@ def write(root: Path) -> Folders:
     folders = bench.folders_in(root)
     for folder in folders:
         folder.mkdir(parents=True)
-    write_record_table(folders.clean / "records", [record(root, name, asked) for name, asked in RECORDS.items()])
+    write_record_table(folders.clean / "records", [make_row(root, name, item) for name, item in RECORDS.items()])
     bench.write_json(folders.records / "toy.json", {"reader": "pairs"})
-    predictions = {f"toy/{name}": asked.prediction for name, asked in RECORDS.items()}
+    predictions = {f"toy/{name}": item.prediction for name, item in RECORDS.items()}
     bench.write_json(folders.predictions / "predictions.json", bench.as_file(predictions))
-    controls = {f"toy/{name}": "nothing changed" for name, asked in RECORDS.items() if asked.images == 2}
+    controls = {f"toy/{name}": "nothing changed" for name, item in RECORDS.items() if item.images == 2}
     controls["toy/0?1"] = "yes"
     for control in ("shuffled", "reversed"):
         bench.write_json(folders.predictions / f"predictions_{control}.json", bench.as_file(controls))
     return folders
 
 
-def record(root: Path, name: str, asked: Asked) -> dict[str, Any]:
+def make_row(root: Path, name: str, item: AnsweredRecord) -> dict[str, Any]:
     image_set = name.partition("?")[0]
-    images = [paint(root / f"{image_set}_{number}.png", (200, 90, 100 * number)) for number in range(asked.images)]
+    images = [paint(root / f"{image_set}_{number}.png", (200, 90, 100 * number)) for number in range(item.images)]
     return {
         "id": f"toy/{name}",
         "image_set": f"toy/{image_set}",
@@ -58,10 +58,10 @@ def record(root: Path, name: str, asked: Asked) -> dict[str, Any]:
         "split": "test",
         "scene": f"toy/{image_set}",
         "images": list_images(*images),
-        "history": [{"question": question, "answer": answer} for question, answer in asked.history],
-        "question": asked.question,
-        "references": asked.references,
+        "history": [{"question": question, "answer": answer} for question, answer in item.history],
+        "question": item.question,
+        "references": item.references,
         "change_types": [],
-        "kind": asked.kind,
+        "kind": item.kind,
         "source": "questions.py",
     }

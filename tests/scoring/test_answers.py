@@ -152,7 +152,7 @@ def test_an_answer_is_read_in_the_form_that_all_references_have(question, refere
     assert judge_form(question, prediction, references) == verdict
 
 
-def asked(number: int, references: list[str], prediction: str, shuffled: str | None = None) -> EvalPair:
+def make_question(number: int, references: list[str], prediction: str, shuffled: str | None = None) -> EvalPair:
     return EvalPair(
         id=f"toy/{number}",
         dataset="toy",
@@ -167,10 +167,10 @@ def asked(number: int, references: list[str], prediction: str, shuffled: str | N
 
 def test_groups_have_shares_of_right_answers_and_counts_of_questions():
     pairs = [
-        asked(0, ["2"], "two", shuffled="2"),
-        asked(1, ["yes"], "Yes", shuffled="no"),
-        asked(2, ["yes"], "no"),
-        asked(3, ["a red car"], "red car"),
+        make_question(0, ["2"], "two", shuffled="2"),
+        make_question(1, ["yes"], "Yes", shuffled="no"),
+        make_question(2, ["yes"], "no"),
+        make_question(3, ["a red car"], "red car"),
     ]
     groups = {ALL_PAIRS: [pair.id for pair in pairs], "by_kind/count": ["toy/0"], "change": []}
     scores = compute(pairs, groups, bench.metric_inputs())
@@ -200,6 +200,6 @@ def test_groups_have_shares_of_right_answers_and_counts_of_questions():
 
 
 def test_without_shuffled_answers_the_control_is_absent_with_a_reason():
-    scores = compute([asked(0, ["2"], "2")], {ALL_PAIRS: ["toy/0"]}, bench.metric_inputs())
+    scores = compute([make_question(0, ["2"], "2")], {ALL_PAIRS: ["toy/0"]}, bench.metric_inputs())
     assert scores.groups[ALL_PAIRS]["exact_match_shuffled"] is None
     assert "predictions_shuffled.json" in scores.absent["exact_match_shuffled"]

@@ -193,7 +193,7 @@ def test_a_reader_that_is_no_name_is_refused(tmp_path: Path):
         load_specs(tmp_path, PAIRS)
 
 
-def asked(number: int, *references: str, kind: str | None = None, question: str | None = "?") -> EvalPair:
+def make_question(number: int, *references: str, kind: str | None = None, question: str | None = "?") -> EvalPair:
     return replace(bench.pair("", list(references), [], name=str(number)), question=question, kind=kind)
 
 
@@ -209,14 +209,18 @@ def asked(number: int, *references: str, kind: str | None = None, question: str 
     ids=["four words on average", "shorter", "characters count as words", "few characters", "no words"],
 )
 def test_answers_of_a_kind_are_texts_if_they_have_four_words_on_average(answers, are_texts):
-    pairs = [asked(number, *references) for number, references in enumerate(answers)]
-    pairs += [asked(8, "yes", kind="other"), asked(9, "gone", question=None)]
+    pairs = [make_question(number, *references) for number, references in enumerate(answers)]
+    pairs += [make_question(8, "yes", kind="other"), make_question(9, "gone", question=None)]
     text_ids = {pair.id for pair in pairs[: len(answers)]} if are_texts else set()
     assert find_text_ids(pairs) == text_ids | {"toy/9"}
 
 
 def test_some_pairs_of_a_protocol_are_in_its_groups():
-    pairs = [asked(0, "yes", kind="a/b"), asked(1, "one two three four five", kind="c"), asked(2, "x", question=None)]
+    pairs = [
+        make_question(0, "yes", kind="a/b"),
+        make_question(1, "one two three four five", kind="c"),
+        make_question(2, "x", question=None),
+    ]
     protocol = ProtocolPairs("toy", Protocol("test", published_pairs=None), pairs)
     selected = {records: protocol.select(records) for records in ("questions", "captions", "texts")}
     assert {records: [pair.id for pair in some.pairs] for records, some in selected.items()} == {

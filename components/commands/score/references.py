@@ -356,36 +356,17 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
     columns = find_reference_columns(path)
     rows = list(read_rows(path, columns.captions))
     selection = select_scored_rows(path, rows, columns.split)
-    images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
-    distinct_images = list(dict.fromkeys(images))
-    pair_names = dict(zip(distinct_images, names_of(locate_images(path, distinct_images)), strict=True))
-    # repeated rows have names, too, because `m3diff caption` captions them
-    row_names = names_of(locate_images(path, images))
     captions: dict[str, list[str]] = {}
-    images_by_id: dict[str, tuple[Any, Any]] = {}
+    questions: dict[str, RowName] = {}
     aliases: dict[str, str] = {}
     names_in_other_splits: dict[str, None] = {}  # a dict keeps the order
-    pair_ids: list[str] = []
-    for number, (location, row) in enumerate(rows):
-        pair_id = pair_names[images[number]] if columns.ids is None else read_text(location, row, [columns.ids]).strip()
-        pair_ids.append(pair_id)
-        has_known_images = images and selection.is_scored[number]
-        if has_known_images and images_by_id.setdefault(pair_id, images[number]) != images[number]:
-            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
-    questions = name_questions(rows, columns, pair_ids, selection)
-    for number, (location, row) in enumerate(rows):
-        pair_id = pair_ids[number]
-        question = questions[number]
-        names_of_row = [row_names[number]] if images else []
-        if images and question.name == pair_id:
-            names_of_row.append(pair_names[images[number]])
-        if columns.question_ids is not None:
-            names_of_row.append(read_text(location, row, [columns.question_ids]).strip())
+    for number, named_row in enumerate(name_rows(path, rows, columns, selection)):
         if not selection.is_scored[number]:
-            names_in_other_splits |= dict.fromkeys([pair_id, *names_of_row])
+            names_in_other_splits |= dict.fromkeys([named_row.pair, *named_row.aliases])
             continue
-        aliases |= dict.fromkeys(names_of_row, question.name)
-        captions.setdefault(question.name, []).extend(read_captions(location, row, columns.captions))
+        aliases |= dict.fromkeys(named_row.aliases, named_row.record)
+        questions.setdefault(named_row.record, named_row)
+        captions.setdefault(named_row.record, []).extend(read_captions(*rows[number], columns.captions))
     uncaptioned = [name for name, captions_of_pair in captions.items() if not captions_of_pair]
     if not captions:
         raise DataError("score.no_pair", path=path)
@@ -398,9 +379,8 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
             names=uncaptioned,
             name=uncaptioned[0],
         )
-    question_by_name = {question.name: question for question in questions}
     pairs = {
-        name: replace(pair, question=question_by_name[name].question, kind=question_by_name[name].kind)
+        name: replace(pair, question=questions[name].question, kind=questions[name].kind)
         for name, pair in make_pairs(task, captions).items()
     }
     return References(
@@ -413,42 +393,72 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
     )
 
 
-class NamedQuestion(NamedTuple):
-    """The question of a row, and the name of its record. The question and its kind are None for a caption."""
+class RowName(NamedTuple):
+    """The names that predictions may use for a row of a table, and its question.
 
-    name: str
+    pair: name of the pair.
+    record: name of the record, which is that of the pair unless the pair has several questions.
+    aliases: further names of the record.
+    image_name: alias that is the name of the images, which all questions about them share. None without images.
+    question, kind: question of the row and its kind. None for a caption.
+    """
+
+    pair: str
+    record: str
+    aliases: list[str]
+    image_name: str | None = None
     question: str | None = None
     kind: str | None = None
 
 
-def name_questions(
-    rows: Sequence[tuple[str, Any]], columns: ReferenceColumns, pair_ids: Sequence[str], selection: RowSelection
-) -> list[NamedQuestion]:
-    """Return the question of each row. An empty question is that of a caption.
-
-    A row is called as its pair, with a number if the scored rows of the pair have several questions.
+def name_rows(
+    path: Path, rows: Sequence[tuple[str, Any]], columns: ReferenceColumns, selection: RowSelection
+) -> list[RowName]:
+    """Return the names and the question of each row.
 
     Raises:
-        DataError: a question or a kind is not text.
+        DataError: a row has no id, two rows have the same id but different images, or a question is not text.
     """
-    if columns.question is None:
-        return [NamedQuestion(pair_id) for pair_id in pair_ids]
-    questions: list[str | None] = []
-    kinds: list[str | None] = []
-    numbers_by_pair: dict[str, dict[str | None, int]] = {}
+    images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
+    distinct_images = list(dict.fromkeys(images))
+    pair_names = dict(zip(distinct_images, names_of(locate_images(path, distinct_images)), strict=True))
+    # repeated rows have names, too, because `m3diff caption` captions them
+    row_names = names_of(locate_images(path, images))
+    images_by_id: dict[str, tuple[Any, Any]] = {}
+    named_rows = []
     for number, (location, row) in enumerate(rows):
-        question = read_optional_text(location, row, columns.question)
-        questions.append(question)
-        kinds.append(None if columns.kind is None else read_optional_text(location, row, columns.kind))
-        if selection.is_scored[number]:
-            numbers = numbers_by_pair.setdefault(pair_ids[number], {})
-            numbers.setdefault(question, len(numbers))
-    named_questions = []
-    for pair_id, question, kind in zip(pair_ids, questions, kinds, strict=True):
-        numbers = numbers_by_pair.get(pair_id, {})
-        name = f"{pair_id}?{numbers[question]}" if len(numbers) > 1 and question in numbers else pair_id
-        named_questions.append(NamedQuestion(name, question, kind))
-    return named_questions
+        pair = pair_names[images[number]] if columns.ids is None else read_text(location, row, [columns.ids]).strip()
+        image_name = pair_names[images[number]] if images else None
+        aliases = [] if image_name is None else [image_name, row_names[number]]
+        has_known_images = images and selection.is_scored[number]
+        if has_known_images and images_by_id.setdefault(pair, images[number]) != images[number]:
+            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair)
+        if columns.question_ids is not None:
+            aliases.append(read_text(location, row, [columns.question_ids]).strip())
+        question = None if columns.question is None else read_optional_text(location, row, columns.question)
+        kind = None if columns.kind is None else read_optional_text(location, row, columns.kind)
+        named_rows.append(RowName(pair, pair, aliases, image_name, question, kind))
+    return name_questions(named_rows, selection)
+
+
+def name_questions(named_rows: Sequence[RowName], selection: RowSelection) -> list[RowName]:
+    """Return the rows with the names of their records: the name of the pair, with a number if it has several questions.
+
+    The questions of a pair are counted in the scored rows. The name of a pair with several questions is no alias.
+    """
+    numbers_by_pair: dict[str, dict[str | None, int]] = {}
+    for is_scored, row in zip(selection.is_scored, named_rows, strict=True):
+        if is_scored:
+            numbers = numbers_by_pair.setdefault(row.pair, {})
+            numbers.setdefault(row.question, len(numbers))
+    rows_of_records = []
+    for row in named_rows:
+        numbers = numbers_by_pair.get(row.pair, {})
+        if len(numbers) > 1 and row.question in numbers:
+            own_aliases = [alias for alias in row.aliases if alias != row.image_name]
+            row = row._replace(record=f"{row.pair}?{numbers[row.question]}", aliases=own_aliases)
+        rows_of_records.append(row)
+    return rows_of_records
 
 
 def read_optional_text(location: str, row: Any, column: str) -> str | None:

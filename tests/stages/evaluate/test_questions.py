@@ -39,7 +39,7 @@ def keep(folders: Folders, root: Path, *names: str) -> None:
     """Keep only some of the records, and their predictions."""
     records = {name: questions.RECORDS[name] for name in names}
     write_record_table(
-        folders.clean / "records", [questions.record(root, name, asked) for name, asked in records.items()]
+        folders.clean / "records", [questions.make_row(root, name, item) for name, item in records.items()]
     )
     for file in folders.predictions.iterdir():
         kept = [row for row in json.loads(file.read_text()) if row["image_id"].removeprefix("toy/") in names]
@@ -69,10 +69,10 @@ def test_records_have_the_metrics_of_their_texts(folders, tmp_path, monkeypatch)
     table_of_scores = pq.read_table(tmp_path / "out/scores.parquet")
     rows = {row["id"].removeprefix("toy/"): row for row in table_of_scores.to_pylist()}
     assert list(rows) == list(questions.RECORDS)
-    for name, asked in questions.RECORDS.items():
-        assert rows[name]["question"] == asked.question
-        assert rows[name]["kind"] == asked.kind
-        assert (rows[name]["exact_match"] is None) == (asked.question is None)
+    for name, item in questions.RECORDS.items():
+        assert rows[name]["question"] == item.question
+        assert rows[name]["kind"] == item.kind
+        assert (rows[name]["exact_match"] is None) == (item.question is None)
     assert {name for name, row in rows.items() if row["CIDEr"] is not None} == {"0", "0?2", "1"}
     assert rows["0?0"]["number_right"] is True
     assert rows["0?0"]["exact_match"] is False
@@ -125,11 +125,11 @@ def test_the_page_shows_questions_history_and_as_many_images_as_a_record_has(fol
     run_evaluate(folders, tmp_path / "out")
     page = (tmp_path / "out/report.html").read_text()
     entries = {entry["id"].removeprefix("toy/"): entry for entry in gallery_of(page)["pairs"]}
-    for name, asked in questions.RECORDS.items():
-        assert len(entries[name]["images"]) == asked.images
-        assert entries[name]["question"] == asked.question
-        assert entries[name]["kind"] == asked.kind
-        assert entries[name]["history"] == [list(turn) for turn in asked.history]
+    for name, item in questions.RECORDS.items():
+        assert len(entries[name]["images"]) == item.images
+        assert entries[name]["question"] == item.question
+        assert entries[name]["kind"] == item.kind
+        assert entries[name]["history"] == [list(turn) for turn in item.history]
     (answer,) = entries["0?0"]["captions"]
     assert answer["clauses"] == [["There are two.", [["exact match", False], ["number", True]]]]
     assert answer["grade"] == 1
@@ -162,7 +162,7 @@ def test_a_control_of_a_record_with_one_image_is_refused(folders):
 def test_controls_need_no_record_of_one_image_or_none(folders):
     pairs = load_pairs(folders.clean, folders.predictions).pairs
     assert {pair.id.removeprefix("toy/") for pair in pairs if pair.shuffled_prediction is not None} == {
-        name for name, asked in questions.RECORDS.items() if asked.images == 2
+        name for name, item in questions.RECORDS.items() if item.images == 2
     }
 
 
