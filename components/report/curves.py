@@ -204,8 +204,9 @@ def draw_phase(phase: Phase) -> DrawnPhase:
 
 
 def main_charts(phase: Phase) -> list[Chart]:
-    """Return the charts of loss, validation CIDEr and learning rates. A chart without data has no series."""
+    """Return the charts of loss, validation scores and learning rates. A chart without data has no series."""
     cider = [Point(point.step, 100 * point.value) for point in phase.points("val_cider")]
+    match = [Point(point.step, 100 * point.value) for point in phase.points("val_match")]
     learning_rates = merge_equal_columns(phase.columns_with_prefix("lr_"))
     return [
         loss_chart(phase),
@@ -213,6 +214,12 @@ def main_charts(phase: Phase) -> list[Chart]:
             title="CIDEr of validation pairs",
             note="times 100, at captioned checkpoints",
             series=[make_line("CIDEr", cider, has_dots=True)] if cider else [],
+            steps=phase.steps,
+        ),
+        Chart(
+            title="Exact match of answers",
+            note="to validation questions, in percent, at captioned checkpoints",
+            series=[make_line("exact match", match, has_dots=True)] if match else [],
             steps=phase.steps,
         ),
         Chart(
@@ -323,7 +330,11 @@ def validation_rows(phase: Phase) -> list[tuple[str, ...]]:
 
     If there are many validations, they are thinned out evenly.
     """
-    columns = {"validation loss": phase.points("val_loss"), "CIDEr, times 100": phase.points("val_cider")}
+    columns = {
+        "validation loss": phase.points("val_loss"),
+        "CIDEr, times 100": phase.points("val_cider"),
+        "exact match, %": phase.points("val_match"),
+    }
     columns = {name: points for name, points in columns.items() if points}
     steps_with_values: set[float] = set()
     for points in columns.values():

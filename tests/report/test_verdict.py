@@ -10,6 +10,7 @@ import pytest
 
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
+from m3diff.records.sample import ImageRef
 from m3diff.report.curves import Phase, Point
 from m3diff.report.origin import read_origin, write_creation_note
 from m3diff.report.verdict import LearningVerdict, judge_learning_by_scores
@@ -26,10 +27,7 @@ def protocol(captions: list[str], dataset: str = "toy") -> ProtocolPairs:
         EvalPair(
             id=f"{dataset}/{number}",
             dataset=dataset,
-            before=Path("b"),
-            after=Path("a"),
-            before_sha256=b"",
-            after_sha256=b"",
+            images=(ImageRef("b"), ImageRef("a")),
             references=["the red cube turned blue"],
             change_types=["color"],
             prediction=caption,

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from m3diff.datasets import DATASETS
+from m3diff.records.sample import ImageRef
 from m3diff.report.page import PageContent, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import METRICS, MetricInputs, MetricScores, Tokens
@@ -91,10 +92,16 @@ def digest(path: Path) -> bytes:
 
 
 def pair(prediction, references, change_types, name="0", folder=Path()) -> EvalPair:
-    before = folder / f"{name}_before.png"
-    after = folder / f"{name}_after.png"
-    digests = digest(before), digest(after)
-    return EvalPair(f"toy/{name}", "toy", before, after, *digests, references, change_types, prediction, None)
+    paths = [folder / f"{name}_{side}.png" for side in ("before", "after")]
+    images = tuple(ImageRef(str(path), digest(path)) for path in paths)
+    return EvalPair(
+        id=f"toy/{name}",
+        dataset="toy",
+        images=images,
+        references=references,
+        change_types=change_types,
+        prediction=prediction,
+    )
 
 
 def pairs(folder: Path = Path()) -> list[EvalPair]:

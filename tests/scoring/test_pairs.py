@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.records.errors import DataError
+from m3diff.records.sample import ImageRef
 from m3diff.records.tables import write_table
 from m3diff.scoring.pairs import load_pairs
 from tests.errors import raises
@@ -31,9 +32,9 @@ def test_pairs_come_with_prediction_images_and_references_in_the_order_of_record
     assert [(pair.references, pair.change_types) for pair in pairs] == [(r, types) for _, types, r in bench.RECORDS]
     assert {pair.dataset for pair in pairs} == {"toy"}
     assert pairs[0].shuffled_prediction == bench.PREDICTIONS["toy/1"]
-    assert pairs[3].before == tmp_path / "3_before.png"
-    assert pairs[3].after == tmp_path / "3_after.png"
-    assert pairs[3].before_sha256 == hashlib.sha256(pairs[3].before.read_bytes()).digest() != pairs[3].after_sha256
+    paths = [tmp_path / f"3_{side}.png" for side in ("before", "after")]
+    assert pairs[3].images == tuple(ImageRef(str(path), hashlib.sha256(path.read_bytes()).digest()) for path in paths)
+    assert pairs[3].images[0].sha256 != pairs[3].images[1].sha256
 
 
 @pytest.mark.fault("17")

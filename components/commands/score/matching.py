@@ -99,7 +99,8 @@ def note_pairs(pairs: Sequence[EvalPair]) -> list[str]:
     if empty_captions:
         notes.append(format_count(empty_captions, "caption is empty", "captions are empty"))
     distinct_references = {tuple(pair.references) for pair in pairs}
-    if len(pairs) > 1 and len(distinct_references) == 1:
+    has_captions = any(pair.question is None for pair in pairs)
+    if has_captions and len(pairs) > 1 and len(distinct_references) == 1:
         notes.append(
             "all pairs have the same references, so CIDEr is 0, because no word distinguishes a pair from the others"
         )
