@@ -8,6 +8,7 @@ import asyncio
 import io
 import logging
 import os
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -247,7 +248,7 @@ class Replica:
 
     async def _answer(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
         try:
-            prepared, future = await self._prepare(request)
+            overlay_images, future = await self._prepare(request)
         except ImageError as error:
             # The error's own remedy is left out, since it applies to files on disk
             return UndecodableImage(error.fault.summary)
@@ -255,11 +256,9 @@ class Replica:
             return UndecodableImage(str(error))
         answer = await future
         overlay = None
-        if prepared.overlay_images is not None and answer.saliency_map is not None:
+        if overlay_images is not None and answer.saliency_map is not None:
             loop = asyncio.get_running_loop()
-            overlay = await loop.run_in_executor(
-                self.decoders, draw_overlays, prepared.overlay_images, answer.saliency_map
-            )
+            overlay = await loop.run_in_executor(self.decoders, draw_overlays, overlay_images, answer.saliency_map)
         return ServedAnswer(
             text=answer.text,
             model=self.name,
@@ -269,11 +268,13 @@ class Replica:
             batch_requests=answer.batch_requests,
         )
 
-    async def _prepare(self, request: AnswerRequest) -> tuple[PreparedRequest, "asyncio.Future[BatchAnswer]"]:
+    async def _prepare(
+        self, request: AnswerRequest
+    ) -> tuple[tuple[Image.Image, Image.Image] | None, "asyncio.Future[BatchAnswer]"]:
         """Prepare the images as soon as there is room for them, and put the request into the queue of the model.
 
         Returns:
-            The prepared request, and the future that will hold its answer.
+            The images for the overlay, if one is drawn, and the future that will hold the answer.
 
         Raises:
             ImageError: an image cannot be decoded.
@@ -286,7 +287,7 @@ class Replica:
             self.prepared_bytes.change(prepared.nbytes)
             self.queue.put_nowait(WaitingRequest(prepared, future))
         self._start_worker()
-        return prepared, future
+        return prepared.overlay_images, future
 
     def _start_worker(self) -> None:
         """Start the task that gathers batches if it is not running. Must be called from a running event loop."""
@@ -312,6 +313,7 @@ class Replica:
         try:
             answers = await loop.run_in_executor(self.computer, answer_requests, self.captioner, requests)
         except Exception as error:  # only the requests in this batch fail; later batches are still answered
+            _release_variables(error)
             for waiting in batch:
                 if not waiting.answer.done():
                     waiting.answer.set_exception(error)
@@ -327,6 +329,17 @@ class Replica:
         self.decoders.shutdown(wait=False)
         self.computer.shutdown(wait=False)
         self.__dict__.pop("captioner", None)
+
+
+def _release_variables(error: Exception) -> None:
+    """Remove the variables of the functions that raised an error, which hold the prepared images of a batch.
+
+    Otherwise, the images use memory until Python collects the cyclic references of the error. The first entry of the
+    traceback is the calling function, whose variables cannot be removed while it runs, so it is left out.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+        traceback.clear_frames(error.__traceback__)
 
 
 def prepare_request(captioner: "Captioner", request: AnswerRequest) -> PreparedRequest:

@@ -349,7 +349,7 @@ def _check_messages(messages: list[ChatMessage]) -> None:
     Raises:
         RequestRefusedError: the messages are not a dialogue that the server can answer (HTTP 422).
     """
-    faults = []
+    faults: list[str] = []
     for number, message in enumerate(messages):
         faults += _faults_of_message(number, message, is_last=number == len(messages) - 1)
     if len(messages) % 2 == 0:
