@@ -283,8 +283,12 @@ def _read_history(location: str, value: Any) -> tuple[Turn, ...]:
             turns = json.loads(value) if value.strip() else []
         except ValueError as error:
             raise DataError("serving.unusable_history", path=location, value=describe(value)) from error
+    if turns is None:
+        return ()
+    if not isinstance(turns, list):
+        raise DataError("serving.unusable_history", path=location, value=describe(turns))
     history = []
-    for turn in turns or []:
+    for turn in turns:
         texts = [turn.get("question"), turn.get("answer")] if isinstance(turn, dict) else turn
         is_turn = isinstance(texts, list) and len(texts) == 2
         if not is_turn or not all(isinstance(text, str) and text.strip() for text in texts):
