@@ -208,15 +208,15 @@ def test_the_turns_before_a_question_are_earlier_messages_and_the_images_come_fi
     images = (picture(tmp_path / "0.png", "red"), picture(tmp_path / "1.png", "blue"))
     history = (Turn("Is it red?", "Yes."), Turn("Why \ud83d?", "No \ud83d."))
     endpoint(server, tmp_path).ask([EndpointQuestion("a?", images, "Be brief.", history=history)], "test")
-    system, first, first_answer, second, second_answer, last = server.requests[0]["messages"]
+    system, question_1, answer_1, question_2, answer_2, question_3 = server.requests[0]["messages"]
     assert system == {"role": "system", "content": "Be brief."}
-    assert [part["type"] for part in first["content"]] == ["image_url", "image_url", "text"]
-    assert [part["image_url"]["url"] for part in first["content"][:2]] == [data_url(image) for image in images]
-    assert first["content"][2]["text"] == "Is it red?"
-    assert first_answer == {"role": "assistant", "content": "Yes."}
-    assert second == {"role": "user", "content": "Why ??"}
-    assert second_answer == {"role": "assistant", "content": "No ?."}
-    assert last == {"role": "user", "content": "a?"}
+    assert [part["type"] for part in question_1["content"]] == ["image_url", "image_url", "text"]
+    assert [part["image_url"]["url"] for part in question_1["content"][:2]] == [data_url(image) for image in images]
+    assert question_1["content"][2]["text"] == "Is it red?"
+    assert answer_1 == {"role": "assistant", "content": "Yes."}
+    assert question_2 == {"role": "user", "content": "Why ??"}
+    assert answer_2 == {"role": "assistant", "content": "No ?."}
+    assert question_3 == {"role": "user", "content": "a?"}
 
 
 def test_a_temporary_rejection_is_retried_after_the_time_that_the_server_sets(server, tmp_path):

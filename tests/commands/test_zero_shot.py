@@ -124,10 +124,10 @@ def set_own_questions(folders: bench.Folders, questions: dict[str, str]) -> None
 def test_only_the_question_of_a_record_is_sent_with_the_prompt_for_short_answers(server, folders, tmp_path):
     set_own_questions(folders, {"toy/1": "What changed in pair 1?", "toy/6": "of the train split"})
     run(tmp_path, make_request(server))
-    own = [text for text in server.texts if "pair 1?" in text]
-    assert own == [QUESTION_PROMPT.replace("{question}", "What changed in pair 1?")]
-    others = [text for text in server.texts if "pair 1?" not in text]
-    assert sorted(others) == [PROMPT.replace("{question}", f"What changed in pair {n}?") for n in (0, 2, 3, 4, 5)]
+    own_texts = [text for text in server.texts if "pair 1?" in text]
+    assert own_texts == [QUESTION_PROMPT.replace("{question}", "What changed in pair 1?")]
+    task_texts = [text for text in server.texts if "pair 1?" not in text]
+    assert sorted(task_texts) == [PROMPT.replace("{question}", f"What changed in pair {n}?") for n in (0, 2, 3, 4, 5)]
 
 
 def test_the_prompt_for_questions_is_that_of_the_request(server, folders, tmp_path):

@@ -585,9 +585,10 @@ def test_the_question_of_the_option_replaces_those_of_the_table(images):
 
 def test_a_table_with_a_column_image_has_single_images(images):
     (images / "t.csv").write_text("image,question\n0.png,Is it red?\n1.png,Why?\n")
-    first = CaptionInput("0", (images / "0.png",), "Is it red?")
-    second = CaptionInput("1", (images / "1.png",), "Why?")
-    assert find_inputs(images / "t.csv", None) == [first, second]
+    assert find_inputs(images / "t.csv", None) == [
+        CaptionInput("0", (images / "0.png",), "Is it red?"),
+        CaptionInput("1", (images / "1.png",), "Why?"),
+    ]
 
 
 def test_rows_without_images_have_names_of_their_own(images):

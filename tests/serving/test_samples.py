@@ -225,26 +225,29 @@ def message(role: str, *parts: Any) -> dict[str, Any]:
     return {"role": role, "content": list(parts)}
 
 
-FIRST = message("user", *IMAGE_PART, *IMAGE_PART, *TEXT_PART)
+FIRST_MESSAGE = message("user", *IMAGE_PART, *IMAGE_PART, *TEXT_PART)
 ANSWER = message("assistant", *TEXT_PART)
-LAST = message("user", *TEXT_PART)
+LAST_MESSAGE = message("user", *TEXT_PART)
 REFUSED_CHATS: dict[str, tuple[list[Any], str]] = {
     "three images": ([message("user", *IMAGE_PART * 3, *TEXT_PART)], "3 image(s)"),
-    "the assistant is last": ([FIRST, ANSWER], "the last message is not from the user"),
-    "the assistant is first": ([ANSWER, FIRST, ANSWER], "messages.0 is from the assistant"),
-    "two questions in a row": ([FIRST, LAST, ANSWER], "messages.1 is from the user"),
-    "two answers in a row": ([FIRST, ANSWER, ANSWER, LAST], "messages.2 is from the assistant"),
+    "the assistant is last": ([FIRST_MESSAGE, ANSWER], "the last message is not from the user"),
+    "the assistant is first": ([ANSWER, FIRST_MESSAGE, ANSWER], "messages.0 is from the assistant"),
+    "two questions in a row": ([FIRST_MESSAGE, LAST_MESSAGE, ANSWER], "messages.1 is from the user"),
+    "two answers in a row": ([FIRST_MESSAGE, ANSWER, ANSWER, LAST_MESSAGE], "messages.2 is from the assistant"),
     "an image in a later message": (
         [message("user", *IMAGE_PART, *TEXT_PART), ANSWER, message("user", *IMAGE_PART, *TEXT_PART)],
         "messages.2 has 1 image(s)",
     ),
     "an image of the assistant": (
-        [FIRST, message("assistant", *IMAGE_PART, *TEXT_PART), LAST],
+        [FIRST_MESSAGE, message("assistant", *IMAGE_PART, *TEXT_PART), LAST_MESSAGE],
         "messages.1 has 1 image(s)",
     ),
-    "an answer without a text": ([FIRST, message("assistant"), LAST], "messages.1 has 0 texts"),
-    "an empty answer": ([FIRST, message("assistant", {"type": "text", "text": ""}), LAST], "messages.1 has an empty"),
-    "a later question without a text": ([FIRST, ANSWER, message("user")], "messages.2 has 0 texts"),
+    "an answer without a text": ([FIRST_MESSAGE, message("assistant"), LAST_MESSAGE], "messages.1 has 0 texts"),
+    "an empty answer": (
+        [FIRST_MESSAGE, message("assistant", {"type": "text", "text": ""}), LAST_MESSAGE],
+        "messages.1 has an empty",
+    ),
+    "a later question without a text": ([FIRST_MESSAGE, ANSWER, message("user")], "messages.2 has 0 texts"),
     "no message": ([], "0 message(s), 0 image(s), 0 text(s)"),
 }
 
@@ -263,7 +266,7 @@ def test_messages_that_are_no_dialogue_are_refused(messages, finding, serve):
 
 @pytest.mark.parametrize("role", ["system", "tool", "developer"])
 def test_a_message_of_another_role_is_refused(role, serve):
-    answer = serve().post(CHAT, json={"model": "m3diff", "messages": [message(role, *TEXT_PART), FIRST]})
+    answer = serve().post(CHAT, json={"model": "m3diff", "messages": [message(role, *TEXT_PART), FIRST_MESSAGE]})
     assert answer.status_code == 422
     assert answer.json()["error"]["param"] == "messages.0.role"
 

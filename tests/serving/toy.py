@@ -31,6 +31,7 @@ import torch
 import yaml
 from PIL import Image
 
+from m3diff.models.checkpoint import read_trained_on
 from m3diff.models.contract import Prepared, Takes
 from m3diff.models.generation import QUESTION
 from m3diff.models.sample_limits import TrainedOn
@@ -65,8 +66,11 @@ class ToyCaptioner:
     question = QUESTION
     trained_on = TrainedOn(QUESTION)
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str, trained_on: TrainedOn | None = None) -> None:
         self.word = word
+        if trained_on is not None:
+            self.trained_on = trained_on
+            self.question = trained_on.question or QUESTION
         self.processor = SimpleNamespace(
             tokenizer=self.tokenizer,
             prepare=prepare_toy,
@@ -113,10 +117,12 @@ def toy_caption(word: str, question: str, before: str, after: str) -> str:
     return toy_answer(word, (before, after), question)
 
 
-def write_toy(folder: Path, word: str) -> Path:
+def write_toy(folder: Path, word: str, **trained_on: Any) -> Path:
+    """Write the folder of a toy. `trained_on` is the field of its manifest with this name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "word.txt").write_text(word)
-    (folder / "manifest.json").write_text(json.dumps({"files": {}, "word": word}))
+    manifest = {"files": {}, "word": word} | ({"trained_on": trained_on} if trained_on else {})
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -128,7 +134,8 @@ def load_toy(source: Source) -> Any:
     word = (source.folder / "word.txt").read_text()
     if word in FAULTS:
         raise FAULTS[word]
-    return ToyCaptioner(word)
+    manifest = json.loads((source.folder / "manifest.json").read_text())
+    return ToyCaptioner(word, read_trained_on(manifest) if "trained_on" in manifest else None)
 
 
 class ToyReplica(Replica):
