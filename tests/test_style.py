@@ -39,7 +39,6 @@ ALLOWED_NAMES = {
 REPLACED_SOON = (
     "components/datasets/spec.py",
     "components/models/processing.py",
-    "components/serving/batcher.py",
     "components/stages/ingest/stage.py",
     "components/stages/train/batches.py",
 )

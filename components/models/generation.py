@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from m3diff.models.checkpoint import convert_loading_errors, load_model, read_manifest, trained_question
+from m3diff.models.checkpoint import convert_loading_errors, load_model, read_manifest, read_trained_on
 from m3diff.models.contract import Prepared, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import pad_prompts
+from m3diff.models.sample_limits import TrainedOn, fault_of_sample
+from m3diff.records.errors import Fault
 from m3diff.records.sample import Turn
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Captioner:
         processor: processor of the model.
         family: family of the model.
         max_new_tokens: maximum length of an answer in tokens.
-        trained_question: the question that the model was trained on. None if it is unknown.
+        trained_on: the samples that the model was trained on. By default, pairs and single questions.
 
     Attributes:
         question: the question that is asked by default: the trained question or, if it is unknown, QUESTION.
@@ -45,14 +47,14 @@ class Captioner:
         processor: Processor,
         family: Family,
         max_new_tokens: int,
-        trained_question: str | None = None,
+        trained_on: TrainedOn | None = None,
     ) -> None:
         self.model = model.eval()
         self.processor = processor
         self.family = family
         self.max_new_tokens = max_new_tokens
-        self.trained_question = trained_question
-        self.question = trained_question or QUESTION
+        self.trained_on = trained_on or TrainedOn()
+        self.question = self.trained_on.question or QUESTION
 
     def caption(self, image_sets: Sequence[Sequence[Image.Image]], question: str | None = None) -> list[str]:
         """Return the answer to a question about each image set, for example a caption for each pair (before, after).
@@ -69,6 +71,10 @@ class Captioner:
     def ask(self, question: str | None) -> Turn:
         """Return the turn that asks a question, or the default question if it is None or empty."""
         return Turn(question or self.question)
+
+    def fault_of_sample(self, images: int, question: str | None, earlier_turns: int = 0) -> Fault | None:
+        """Return why the model cannot answer a sample, or None if it can. See `sample_limits.fault_of_sample`."""
+        return fault_of_sample(self.family.takes, self.trained_on, images, question, earlier_turns)
 
     def encode_prompt(self, turns: Sequence[Turn], images: int) -> tuple[int, ...]:
         """Return the token ids of the prompt for a dialogue about this number of images.
@@ -140,5 +146,5 @@ def load_captioner(
     model, family = load_model(checkpoint, device.dtype, base)
     with convert_loading_errors(checkpoint):
         processor = family.load_processor(checkpoint, model.config)
-        question = trained_question(read_manifest(checkpoint))
-    return Captioner(model.to(device.torch), processor, family, max_new_tokens, question)
+        trained_on = read_trained_on(read_manifest(checkpoint))
+    return Captioner(model.to(device.torch), processor, family, max_new_tokens, trained_on)
