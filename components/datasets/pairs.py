@@ -108,7 +108,7 @@ from m3diff.datasets.spec import (
     unexpected,
 )
 from m3diff.datasets.tables import SIDES
-from m3diff.records.errors import DataError, Fault, ValueFault
+from m3diff.records.errors import DataError, Fault, ValueFault, format_count
 from m3diff.records.sample import MOST_IMAGES
 from m3diff.records.schemas import NO_CHANGE, Split
 
@@ -328,7 +328,9 @@ def _drop_placeholders(rows: Iterable[Row], no_caption: Sequence[str], notes: li
         yield replace(row, references=captions, without_caption=bool(row.references) and not captions)
     if caption_count and not dropped_count:
         # This is a note and not an error, because an entry may list texts for files that will be added later
-        notes.append(f"no_caption: none of {caption_count:,} captions is {' or '.join(map(repr, no_caption))}")
+        notes.append(
+            f"no_caption: none of {format_count(caption_count, 'caption')} is {' or '.join(map(repr, no_caption))}"
+        )
 
 
 class _OptionChecks:
@@ -712,7 +714,7 @@ SPEC = DatasetSpec(
     title="own pairs",
     page=None,
     paper=None,
-    licence=Licence.of("the owner's", None, PERMISSION),
+    licence=Licence.for_every_use("the owner's", None, PERMISSION),
     read=read,
     files=("pairs.csv",),
     protocols=(Protocol("test", published_pairs=None),),

@@ -258,7 +258,7 @@ class Licence:
     show: Permission
 
     @classmethod
-    def of(cls, name: str, url: str | None, permission: Permission) -> "Licence":
+    def for_every_use(cls, name: str, url: str | None, permission: Permission) -> "Licence":
         """Return a licence with the same permission for every use."""
         return cls(name, url, train=permission, redistribute=permission, show=permission)
 
@@ -342,7 +342,9 @@ class DatasetSpec:
 
 
 # Without a licence, the authors of a dataset keep all rights
-UNSTATED_LICENCE = Licence.of("none stated", None, Permission("unstated", "its repository or page states no licence"))
+UNSTATED_LICENCE = Licence.for_every_use(
+    "none stated", None, Permission("unstated", "its repository or page states no licence")
+)
 
 
 def check_licence(spec: DatasetSpec, use: Use, allow_unlicensed: bool = False) -> str | None:

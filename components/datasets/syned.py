@@ -139,7 +139,9 @@ SPEC = spec.DatasetSpec(
     title="Syned",
     page="https://github.com/gautierevn/BLIP2IDC",
     paper="Reframing Image Difference Captioning with BLIP2IDC and Synthetic Augmentation (Evennou et al., WACV 2025)",
-    licence=spec.Licence.of("MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NON_COMMERCIAL),
+    licence=spec.Licence.for_every_use(
+        "MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NON_COMMERCIAL
+    ),
     read=read,
     files=FILES,
     recognise=recognise,

@@ -182,7 +182,7 @@ def pack(sequences: Sequence[Sequence[Branch]]) -> Packed:
         lengths.append(len(ids) - start)
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[supervised] = True
-    assert int(mask.sum()) == len(labels), f"{int(mask.sum())} supervised positions, {len(labels)} labels"
+    assert int(mask.sum()) == len(labels), f"supervised positions: {int(mask.sum())}, labels: {len(labels)}"
     return Packed(
         input_ids=torch.tensor([ids]),
         position_ids=torch.tensor([positions]),

@@ -152,13 +152,13 @@ class M3DiffProcessor(TextProcessor, ProcessorMixin):  # type: ignore[misc]  # `
         num_image_tokens: number of patches per image.
         tokens_per_image: number of placeholder tokens for an image that is not in a pair. None for one token per patch
             and one newline token.
-        places: number of placeholder tokens for each image of a pair. If empty, an image has as many tokens in a pair
+        pair_tokens: number of placeholder tokens for each image of a pair. If empty, an image has as many tokens in a pair
             as alone.
         begin_ids: ids of the tokens that the tokenizer puts before a text: <s> for LLaVA-1.5, none for Qwen2.
     """
 
     tokens_per_image: int | None = None
-    places: tuple[int, ...] = ()
+    pair_tokens: tuple[int, ...] = ()
     begin_ids: tuple[int, ...] = ()
 
     def __init__(
@@ -190,7 +190,7 @@ class M3DiffProcessor(TextProcessor, ProcessorMixin):  # type: ignore[misc]  # `
         images = M3DiffImageProcessor.from_pretrained(folder, trust_remote_code=False)
         processor = cls(images, tokenizer, num_image_tokens=config.patches, chat_template=template)
         processor.tokens_per_image = config.patches + config.newline
-        processor.places = config.visual_token_counts()
+        processor.pair_tokens = config.visual_token_counts()
         processor.begin_ids = tuple(tokenizer("")["input_ids"])
         return processor
 
@@ -205,8 +205,8 @@ class M3DiffProcessor(TextProcessor, ProcessorMixin):  # type: ignore[misc]  # `
         if tokens_per_image is None:
             tokens_per_image = self.num_image_tokens + 1  # patches and newline
         counts = (tokens_per_image,) * images
-        if self.places and images == len(self.places):
-            counts = self.places
+        if self.pair_tokens and images == len(self.pair_tokens):
+            counts = self.pair_tokens
         return tuple(IMAGE * count for count in counts)
 
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
@@ -223,8 +223,8 @@ class M3DiffProcessor(TextProcessor, ProcessorMixin):  # type: ignore[misc]  # `
             messages.append({"role": "user", "content": [*images, {"type": "text", "text": turn.question}]})
             messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
         text = self.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
-        prompt, *rest = text.split(IMAGE)
-        for mark, following_text in zip(marks, rest, strict=True):
+        prompt, *following_texts = text.split(IMAGE)
+        for mark, following_text in zip(marks, following_texts, strict=True):
             prompt += mark + following_text
         return self.begin_ids + tuple(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
@@ -261,8 +261,8 @@ def chat_template_of(folder: Path) -> str | None:
 
     Returns None if the folder has neither file.
     """
-    own = folder / "chat_template.jinja"
-    first = folder / "chat_template.json"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
-    return json.loads(first.read_text(encoding="utf-8"))["chat_template"] if first.is_file() else None
+    template_file = folder / "chat_template.jinja"
+    json_file = folder / "chat_template.json"
+    if template_file.is_file():
+        return template_file.read_text(encoding="utf-8")
+    return json.loads(json_file.read_text(encoding="utf-8"))["chat_template"] if json_file.is_file() else None

@@ -252,7 +252,7 @@ def _parse_history(history: str | bytes) -> list[HistoryTurn]:
     if len(history) > MAX_HISTORY_FIELD:
         raise unprocessable(
             code="history_too_long",
-            finding=f"{len(history)} characters",
+            finding=format_count(len(history), "character"),
             limit=f"at most {MAX_HISTORY_FIELD:,} characters of JSON",
             remedy="leave the earliest turns out",
             field="history",
@@ -315,7 +315,7 @@ def _empty_text(field: str, text: str, name: str) -> RequestRefusedError:
     """Return the refusal of a question or an answer without any text in the turns before the question."""
     return unprocessable(
         code=f"empty_{name}",
-        finding=f"{len(text)} characters",
+        finding=format_count(len(text), "character"),
         limit=f"a turn with a question and an answer: this {name} is empty",
         remedy="leave this turn out",
         field=field,

@@ -511,6 +511,19 @@ def test_a_server_without_a_model_is_healthy_and_not_ready(serve):
         assert "retry-after" in answer.headers
 
 
+def test_a_request_before_the_model_is_loaded_is_told_what_happens_and_how_to_wait(serve):
+    service = serve(is_ready=False)
+    body = service.post(CAPTION, **PAIR).json()
+    assert body["error"] == "not_ready"
+    assert body["field"] is None
+    assert "is still loading" in body["found"]
+    assert "GET /readyz" in body["remedy"]
+    assert "Retry-After" in body["remedy"]
+    error = service.get("/v1/models").json()["error"]
+    assert error["code"] == "not_ready"
+    assert error["message"] == f"{body['found']}; {body['limit']}; {body['remedy']}"
+
+
 async def sent(part: bytes, count: int, pause_s: float = 0) -> AsyncIterator[bytes]:
     """Yield the parts of a body whose length is not announced."""
     for _ in range(count):

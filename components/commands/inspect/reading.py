@@ -234,7 +234,7 @@ def _question_lines(rows: Sequence[Row]) -> Iterator[str]:
     if all(row.question is None for row in readable_rows):
         return
     rows_with_question = [row for row in readable_rows if row.question is not None]
-    yield f"  questions of their own: {len(rows_with_question):,} of {len(readable_rows):,} rows"
+    yield f"  questions of their own: {len(rows_with_question):,} of {format_count(len(readable_rows), 'row')}"
     kinds = Counter(row.kind or "no kind" for row in rows_with_question)
     kind_counts = [f"{kind} ({count:,})" for kind, count in kinds.most_common(MAX_KINDS)]
     yield f"  kinds of questions: {', '.join(kind_counts)}"
@@ -243,7 +243,8 @@ def _question_lines(rows: Sequence[Row]) -> Iterator[str]:
     marked_rows = [row for row in rows_with_question if _has_mark(row)]
     if marked_rows:
         location = first_source(marked_rows[0])
-        yield f"  <image> inside the text of a question: {len(marked_rows):,} rows, the first is {location}"
+        rows = format_count(len(marked_rows), "row")
+        yield f"  <image> inside the text of a question: {rows}, the first is {location}"
 
 
 def _count_with_first(rows: Sequence[Row], number_of: Callable[[Row], int]) -> str:

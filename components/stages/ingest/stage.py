@@ -30,7 +30,7 @@ from m3diff.datasets.spec import Row, read_with_notes, unexpected, unpack_images
 from m3diff.datasets.tables import SIDES
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
-from m3diff.records.errors import DataError, Fault, is_utf8
+from m3diff.records.errors import DataError, Fault, format_count, is_utf8
 from m3diff.records.files import StageReport, remove_folder, write_atomic
 from m3diff.records.sample import MOST_IMAGES
 from m3diff.records.schemas import RAW_SCHEMA
@@ -128,7 +128,7 @@ def _print_notes(
     rows_without_caption = [row for row in rows if row.without_caption]
     if rows_without_caption:
         print(
-            f"ingest {name}: {len(rows_without_caption):,} pairs have no caption and are left out; "
+            f"ingest {name}: {format_count(len(rows_without_caption), 'pair has', 'pairs have')} no caption, and left out; "
             f"the first is {rows_without_caption[0].source}"
         )
     for note in option_notes:

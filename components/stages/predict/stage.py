@@ -43,6 +43,7 @@ from m3diff.records.errors import (
     ValueFault,
     cause_of,
     data_error_if_unreadable,
+    format_count,
 )
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
@@ -495,7 +496,7 @@ def caption_on_ray(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchP
                 failures += 1
                 print(
                     f"predict: a worker died ({textwrap.shorten(str(error), 160)}); new workers caption the remaining "
-                    f"{len(missing_batches)} batches (failure {failures} of {max_failures} that compute.max_failures "
+                    f"{format_count(len(missing_batches), 'batch', 'batches')} (failure {failures} of {max_failures} that compute.max_failures "
                     "allows)",
                     flush=True,
                 )
@@ -547,7 +548,7 @@ def _write_saliency(path: Path, pairs: Sequence[PredictionItem], predictions: Se
     Both are empty if the model's family does not compute saliency maps.
     """
     maps = [prediction.saliency for prediction in predictions if prediction.saliency is not None]
-    assert len(maps) in (0, len(pairs)), f"{len(maps)} saliency maps of {len(pairs)} pairs"
+    assert len(maps) in (0, len(pairs)), f"saliency maps: {len(maps)}, pairs: {len(pairs)}"
     arrays = {
         "ids": np.array([pair.id for pair in pairs[: len(maps)]], dtype=str),
         "maps": np.stack(maps) if maps else np.empty((0, 0, 0), np.float16),

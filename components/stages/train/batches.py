@@ -41,7 +41,7 @@ SCHEMA = pl.Schema(  # columns of a split that training reads (components/record
     }
 )
 
-ALL = DatasetFilter()
+ALL_DATASETS = DatasetFilter()
 
 CACHED_BYTES = 1 << 30  # size of the prepared images that a worker keeps in memory
 CACHED_PROMPTS = 4096
@@ -102,7 +102,7 @@ class Samples:
         return (*history, Turn(self.value("question", row), self.value("answer", row)))
 
 
-def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
+def read_samples(folder: Path, chosen: DatasetFilter = ALL_DATASETS) -> Samples:
     """Read a split's Parquet files in the order of their names and return the samples of the chosen datasets.
 
     The result is empty if there are no such samples.
@@ -114,8 +114,8 @@ def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
     for file in part_paths(folder):
         with data_error_if_unreadable(file):
             tables.append(pl.read_parquet(file, columns=SCHEMA.names()).select(SCHEMA.names()))
-    named = pl.col("dataset").is_in(chosen.names)
-    return Samples(pl.concat(tables).filter(~named if chosen.excludes else named).rechunk())
+    has_named_dataset = pl.col("dataset").is_in(chosen.names)
+    return Samples(pl.concat(tables).filter(~has_named_dataset if chosen.excludes else has_named_dataset).rechunk())
 
 
 def find_usual_question(*splits: Samples) -> str | None:
@@ -130,7 +130,7 @@ def find_usual_question(*splits: Samples) -> str | None:
     return None
 
 
-def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL) -> Samples:
+def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL_DATASETS) -> Samples:
     """Return the training samples of the chosen datasets.
 
     Raises:
@@ -188,8 +188,8 @@ class Schedule:
         sequences: list[np.ndarray] = []
         for rows in self.samples.image_sets():
             rng.shuffle(rows)
-            most = self.max_captions or len(rows)
-            sequences += [rows[at : at + most] for at in range(0, len(rows), most)]
+            size = self.max_captions or len(rows)
+            sequences += [rows[start : start + size] for start in range(0, len(rows), size)]
         return [sequences[number] for number in rng.permutation(len(sequences))]
 
     def global_sequences(self, step: int) -> list[np.ndarray]:
@@ -199,9 +199,9 @@ class Schedule:
 
     def captions(self, steps: int) -> int:
         """Return the number of samples that the first `steps` steps train on, over all workers."""
-        epochs, rest = divmod(steps, self.steps_per_epoch)
-        begun = self.epoch(epochs)[: rest * self.global_batch] if rest else []
-        return epochs * len(self.samples) + sum(len(rows) for rows in begun)
+        epochs, further_steps = divmod(steps, self.steps_per_epoch)
+        further_sequences = self.epoch(epochs)[: further_steps * self.global_batch] if further_steps else []
+        return epochs * len(self.samples) + sum(len(rows) for rows in further_sequences)
 
     def micro_batches(self, step: int, rank: int) -> list[list[Weighted]]:
         """Return one worker's micro-batches of a step. Sequences of weight 0 pad the last batch of an epoch."""
@@ -277,9 +277,10 @@ class Loader:
 
         def submit(step: int) -> list[Future[PackedBatch]]:
             visit = (schedule.seed, step // schedule.steps_per_epoch)
-            return [self.pool.submit(self.build, each, visit) for each in schedule.micro_batches(step, rank)]
+            micro_batches = schedule.micro_batches(step, rank)
+            return [self.pool.submit(self.build, sequences, visit) for sequences in micro_batches]
 
         bytes_per_batch = schedule.micro_batch * self.prepared(self.samples.images(0)).nbytes
-        micro_batches = min(PREFETCHED, PREFETCHED_BYTES // max(1, bytes_per_batch))
-        steps = max(1, micro_batches * schedule.micro_batch * schedule.ranks // schedule.global_batch)
+        batches_ahead = min(PREFETCHED, PREFETCHED_BYTES // max(1, bytes_per_batch))
+        steps = max(1, batches_ahead * schedule.micro_batch * schedule.ranks // schedule.global_batch)
         return prefetch(submit, range(first_step, schedule.steps), steps)

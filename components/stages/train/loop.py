@@ -24,7 +24,7 @@ from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from m3diff.models.fused import choose_attention, register_kernels
 from m3diff.models.masks import pack
 from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
-from m3diff.records.errors import Fault, cause_of
+from m3diff.records.errors import Fault, cause_of, format_count
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
@@ -249,17 +249,18 @@ class Training:
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
         has_only_pairs = self.trained_on()["images"] == [2]
-        image_sets = "pairs" if has_only_pairs else "image sets"
-        answers = "references" if has_only_pairs else "samples"
+        image_set = "pair" if has_only_pairs else "image set"
+        answer = "reference" if has_only_pairs else "sample"
         trained_parts = ", ".join(f"{part} {counts[part]:,}" for part in self.family.parts if counts.get(part))
         lines = (
-            f"{schedule.global_batch} sequences per step = micro-batches of {schedule.micro_batch} x "
-            f"{accumulation_steps} accumulation step(s) x {schedule.ranks} worker(s)",
-            f"{len(schedule.samples.image_sets()):,} {image_sets} with {len(schedule.samples):,} {answers}, packed "
-            f"into {sequences:,} sequences per epoch",
-            f"about {lengths.tokens * sequences:,.0f} tokens per epoch: {lengths.tokens:.1f} per sequence, of which "
-            f"{lengths.supervised_tokens:.1f} are supervised",
-            f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps per epoch = {schedule.steps:,} steps",
+            f"{format_count(schedule.global_batch, 'sequence')} per step = micro-batches of {schedule.micro_batch} x "
+            f"{format_count(accumulation_steps, 'accumulation step')} x {format_count(schedule.ranks, 'worker')}",
+            f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
+            f"{format_count(len(schedule.samples), answer)}, packed into {format_count(sequences, 'sequence')} per epoch",
+            f"about {format_count(round(lengths.tokens * sequences), 'token')} per epoch: {lengths.tokens:.1f} per "
+            f"sequence, of which {lengths.supervised_tokens:.1f} are supervised",
+            f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
+            f"{format_count(schedule.steps, 'step')}",
             f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",
             f"{flops_per_step / 1e12:.3g} TFLOP per step",
         )

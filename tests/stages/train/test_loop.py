@@ -315,11 +315,11 @@ def test_a_run_prints_its_size(training, capfd):
     training.print_size(training.measure_lengths(), 24e9)
     tokens, supervised = token_counts(training)
     assert capfd.readouterr().out.splitlines() == [
-        "train: 8 sequences per step = micro-batches of 2 x 4 accumulation step(s) x 1 worker(s)",
+        "train: 8 sequences per step = micro-batches of 2 x 4 accumulation steps x 1 worker",
         "train: 10 pairs with 23 references, packed into 10 sequences per epoch",
         f"train: about {tokens:,} tokens per epoch: {tokens / 10:.1f} per sequence, of which {supervised / 10:.1f} "
         "are supervised",
-        "train: 1.5 epoch(s) x 2 steps per epoch = 3 steps",
+        "train: 1.5 epochs x 2 steps per epoch = 3 steps",
         "train: 1,500 trained parameters (vision 1,000, llm 500), 9,000 frozen parameters",
         "train: 0.024 TFLOP per step",
     ]
