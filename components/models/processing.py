@@ -152,8 +152,8 @@ class M3DiffProcessor(TextProcessor, ProcessorMixin):  # type: ignore[misc]  # `
         num_image_tokens: number of patches per image.
         tokens_per_image: number of placeholder tokens for an image that is not in a pair. None for one token per patch
             and one newline token.
-        pair_tokens: number of placeholder tokens for each image of a pair. If empty, an image has as many tokens in a pair
-            as alone.
+        pair_tokens: number of placeholder tokens for each image of a pair. If empty, an image has as many tokens in a
+            pair as alone.
         begin_ids: ids of the tokens that the tokenizer puts before a text: <s> for LLaVA-1.5, none for Qwen2.
     """
 

@@ -44,13 +44,10 @@ def note_about_sample(takes: Takes, trained_on: TrainedOn, question: str | None,
     """
     if not takes.questions:
         return None
-    notes = []
-    question_note = note_about(question, trained_on.question)
-    if question_note is not None:
-        notes.append(question_note)
     if turns > trained_on.turns:
-        notes.append(
+        return (
             f"the model was trained on dialogues of at most {trained_on.turns} turns; it may pass over some of these "
             f"{turns} turns"
         )
-    return "; ".join(notes) or None
+    # A model of dialogues was trained on other questions than the default one, which begins a dialogue
+    return note_about(question, trained_on.question) if turns == 1 else None

@@ -17,16 +17,18 @@ from PIL import Image
 
 from m3diff.models import FAMILIES
 from m3diff.models.contract import Prepared, Takes
-from m3diff.models.generation import QUESTION
+from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.models.sample_limits import TrainedOn
 from m3diff.records.sample import Turn
+from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
-from m3diff.serving.batcher import PreparedBytes, PreparedRequest, answer_requests
+from m3diff.serving.batcher import AnswerRequest, PreparedBytes, PreparedRequest, Replica, answer_requests
 from m3diff.serving.bodies import MAX_HISTORY_FIELD
 from m3diff.serving.checks import MAX_ANSWER_CHARS, MAX_QUESTION_CHARS
 from m3diff.serving.questions import note_about_sample
 from tests.serving import toy
 from tests.serving.toy import Service, base64_of, dialogue, form, image_form, plain, png, source, toy_answer
+from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 
 BEFORE = png(plain(10, 20))
 AFTER = png(plain(30, 40))
@@ -351,11 +353,19 @@ def test_a_dialogue_longer_than_any_of_the_training_is_answered_with_a_note(serv
     assert "at most 2 turns" in longer.json()["note"]
 
 
-def test_notes_about_the_question_and_its_turns_are_joined():
-    note = note_about_sample(Takes(), TrainedOn("How many?", turns=2), "Why?", 3)
-    assert "'How many?'" in note
-    assert "at most 2 turns" in note
-    assert note_about_sample(BLIP2IDC, TrainedOn(), None, 1) is None
+@pytest.mark.parametrize(
+    ("takes", "question", "turns", "words"),
+    [
+        (Takes(), "Why?", 1, "'How many?'"),
+        (Takes(), "Why?", 2, None),
+        (Takes(), "Why?", 3, "at most 2 turns"),
+        (Takes(), None, 1, None),
+        (BLIP2IDC, None, 1, None),
+    ],
+)
+def test_a_note_is_about_the_first_question_or_about_too_many_turns(takes, question, turns, words):
+    note = note_about_sample(takes, TrainedOn("How many?", turns=2), question, turns)
+    assert note is None if words is None else words in note
 
 
 # Batches and memory
@@ -525,3 +535,34 @@ def test_an_image_that_cannot_be_decoded_leaves_room(serve, prepared_sets):
     answer = service.post(CAPTION, **image_form(file.getvalue()[:-40]))
     assert answer.status_code == 422
     assert answer.json()["error"] == "not_an_image"
+
+
+# A real model
+
+
+def test_a_replica_answers_about_one_image_or_two_with_the_turns_before_the_question(tmp_path):
+    checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base", seed=4), tmp_path / "checkpoint")
+    pictures = [noise_image(number) for number in range(2)]
+    turns = (Turn("What changed?", "the cup is gone"), Turn("Why?"))
+    samples = [(pictures, turns), (pictures, turns[1:]), (pictures[:1], turns[1:]), ([], turns[1:])]
+    captioner = load_captioner(checkpoint, 8)
+    expected = []
+    for images, dialogue_turns in samples:
+        (text,), _ = captioner.answer([captioner.processor.prepare(images)], [dialogue_turns])
+        expected.append(text)
+    assert len(set(expected)) == 4, "equal answers would not show their order"
+
+    async def answer_all() -> list[Any]:
+        replica = Replica(Source("m3diff/1", checkpoint, 8, None), 8, 0.05, 1)
+        requests = []
+        for images, (*history, last_turn) in samples:
+            requests.append(AnswerRequest(tuple(map(png, images)), last_turn.question, tuple(history), overlay=True))
+        answers = await asyncio.gather(*(replica.ask(request) for request in requests))
+        await replica.remove()
+        return answers
+
+    answers = asyncio.run(answer_all())
+    assert [answer.text for answer in answers] == expected
+    assert [answer.overlay is not None for answer in answers] == [True, True, False, False]
+    prompts = [captioner.encode_prompt(dialogue_turns, len(images)) for images, dialogue_turns in samples]
+    assert [answer.prompt_tokens for answer in answers] == [len(prompt) for prompt in prompts]

@@ -127,10 +127,8 @@ def _print_notes(
     """Print the pairs without captions, the effects of the dataset's options, and the kinds of odd captions."""
     rows_without_caption = [row for row in rows if row.without_caption]
     if rows_without_caption:
-        print(
-            f"ingest {name}: {format_count(len(rows_without_caption), 'pair has', 'pairs have')} no caption, and left out; "
-            f"the first is {rows_without_caption[0].source}"
-        )
+        pairs = format_count(len(rows_without_caption), "pair without a caption is", "pairs without a caption are")
+        print(f"ingest {name}: {pairs} left out; the first is {rows_without_caption[0].source}")
     for note in option_notes:
         print(f"ingest {name}: {note}")
     for captions in odd_captions:

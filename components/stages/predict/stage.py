@@ -494,10 +494,10 @@ def caption_on_ray(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchP
                 if failures == max_failures:
                     raise WorkersDiedError("predict.workers_died", cause=cause_of(error), limit=max_failures) from error
                 failures += 1
+                batches_left = format_count(len(missing_batches), "batch", "batches")
                 print(
                     f"predict: a worker died ({textwrap.shorten(str(error), 160)}); new workers caption the remaining "
-                    f"{format_count(len(missing_batches), 'batch', 'batches')} (failure {failures} of {max_failures} that compute.max_failures "
-                    "allows)",
+                    f"{batches_left} (failure {failures} of {max_failures} that compute.max_failures allows)",
                     flush=True,
                 )
     finally:

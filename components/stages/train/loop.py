@@ -256,7 +256,8 @@ class Training:
             f"{format_count(schedule.global_batch, 'sequence')} per step = micro-batches of {schedule.micro_batch} x "
             f"{format_count(accumulation_steps, 'accumulation step')} x {format_count(schedule.ranks, 'worker')}",
             f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
-            f"{format_count(len(schedule.samples), answer)}, packed into {format_count(sequences, 'sequence')} per epoch",
+            f"{format_count(len(schedule.samples), answer)}, packed into "
+            f"{format_count(sequences, 'sequence')} per epoch",
             f"about {format_count(round(lengths.tokens * sequences), 'token')} per epoch: {lengths.tokens:.1f} per "
             f"sequence, of which {lengths.supervised_tokens:.1f} are supervised",
             f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
