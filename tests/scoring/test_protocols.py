@@ -223,7 +223,7 @@ def test_some_pairs_of_a_protocol_are_in_its_groups():
     ]
     protocol = ProtocolPairs("toy", Protocol("test", published_pairs=None), pairs)
     selected = {records: protocol.select(records) for records in ("questions", "captions", "texts")}
-    assert {records: [pair.id for pair in some.pairs] for records, some in selected.items()} == {
+    assert {records: [pair.id for pair in selection.pairs] for records, selection in selected.items()} == {
         "questions": ["toy/0", "toy/1"],
         "captions": ["toy/2"],
         "texts": ["toy/1", "toy/2"],
