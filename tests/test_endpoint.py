@@ -1,6 +1,7 @@
 """Test the client of chat endpoints with a server on 127.0.0.1: it loses no answer and asks no question twice."""
 
 import base64
+import hashlib
 import io
 import json
 import multiprocessing
@@ -30,6 +31,7 @@ from m3diff.endpoint.transport import EndpointError, RedirectError, redirect_err
 from m3diff.endpoint.url import normalised_url
 from m3diff.images.open import load_image
 from m3diff.records.errors import Fault
+from m3diff.records.sample import Turn
 from m3diff.scoring.metrics.judge import JudgeSettings
 from m3diff.settings.section import ParamsError, faults_of_validation_error
 from m3diff.stages.augment.params import EndpointWriterSettings
@@ -185,14 +187,36 @@ def test_the_key_of_an_answer_covers_the_whole_question_and_the_model(server, tm
     for same_endpoint in (endpoint(server, tmp_path, url=f"{server.url}/"), endpoint(server, tmp_path, timeout_s=1)):
         assert same_endpoint.key(EndpointQuestion(**facts | {"images": (same_image,)})) == first_key
     changes = [{"text": "b?"}, {"system": "else"}, {"seed": 1}, {"n": 1}, {"images": (other_image,)}, {"images": ()}]
+    changes += [{"history": (Turn("b?", "no"),)}, {"history": (Turn("b?", "yes"),)}]
     keys = [endpoint(server, tmp_path).key(EndpointQuestion(**facts | change)) for change in changes]
     keys += [
         endpoint(server, tmp_path, **change).key(EndpointQuestion(**facts))
         for change in ({"model": "o"}, {"max_tokens": 7})
     ]
-    assert len({first_key, *keys}) == 9
+    assert len({first_key, *keys}) == 11
     assert endpoint(server, tmp_path, max_tokens=7).ask([EndpointQuestion("a?")], "test") == [YES]
     assert server.requests[-1]["max_tokens"] == 7
+
+
+def test_the_key_of_a_question_without_history_is_that_of_earlier_versions(server, tmp_path):
+    facts = {"model": "m", "system": "", "question": "a?", "images": [], "seed": None, "n": 0, "max_tokens": None}
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    assert endpoint(server, tmp_path, model="m").key(EndpointQuestion("a?")) == key
+
+
+def test_the_turns_before_a_question_are_earlier_messages_and_the_images_come_first(server, tmp_path):
+    images = (picture(tmp_path / "0.png", "red"), picture(tmp_path / "1.png", "blue"))
+    history = (Turn("Is it red?", "Yes."), Turn("Why \ud83d?", "No \ud83d."))
+    endpoint(server, tmp_path).ask([EndpointQuestion("a?", images, "Be brief.", history=history)], "test")
+    system, question_1, answer_1, question_2, answer_2, question_3 = server.requests[0]["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert [part["type"] for part in question_1["content"]] == ["image_url", "image_url", "text"]
+    assert [part["image_url"]["url"] for part in question_1["content"][:2]] == [data_url(image) for image in images]
+    assert question_1["content"][2]["text"] == "Is it red?"
+    assert answer_1 == {"role": "assistant", "content": "Yes."}
+    assert question_2 == {"role": "user", "content": "Why ??"}
+    assert answer_2 == {"role": "assistant", "content": "No ?."}
+    assert question_3 == {"role": "user", "content": "a?"}
 
 
 def test_a_temporary_rejection_is_retried_after_the_time_that_the_server_sets(server, tmp_path):

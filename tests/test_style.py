@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
@@ -26,6 +27,7 @@ VAGUE_WORDS = frozenset({
     "their", "theirs", "then", "there", "these", "this", "those", "told", "wanted", "way", "what", "whole",
 })
 # fmt: on
+PLURAL_NOUN = re.compile(r" (?:more |different )?(?!as\b|has\b|is\b|was\b)[a-z-]+s\b")
 # Names that are allowed in a file or below a folder, with the reason
 ALLOWED_NAMES = {
     ("components/scoring/grammar.py", "place"): "a field of a change, beside type and object; reports have the word",
@@ -37,11 +39,8 @@ ALLOWED_NAMES = {
 REPLACED_SOON = (
     "components/datasets/spec.py",
     "components/models/processing.py",
-    "components/serving/batcher.py",
     "components/stages/ingest/stage.py",
-    "components/stages/predict/stage.py",
     "components/stages/train/batches.py",
-    "components/stages/train/packing.py",
 )
 
 
@@ -108,9 +107,34 @@ def is_swap(target: ast.Tuple | ast.List, value: ast.Tuple | ast.List) -> bool:
     return sorted(map(ast.unparse, target.elts)) == sorted(map(ast.unparse, value.elts))
 
 
+def counts_in_plural(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield `line: text` for each number in an f-string before a noun in the plural: use `format_count` instead.
+
+    A constant is large, and a column of aligned numbers has one heading for all of them. Benchmarks and tests are not
+    for users.
+    """
+    if path.startswith(("benchmarks/", "tests/")):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in pairwise(node.values):
+                if is_number(value) and isinstance(text, ast.Constant) and PLURAL_NOUN.match(str(text.value)):
+                    yield f"{node.lineno}: {ast.unparse(value)}{text.value}"
+
+
+def is_number(node: ast.AST) -> bool:
+    """Tell whether a value in an f-string is formatted as a whole number with separators, or is a length."""
+    if not isinstance(node, ast.FormattedValue):
+        return False
+    if node.format_spec is None:
+        return isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "len"
+    return not ast.unparse(node.value).isupper() and ast.unparse(node.format_spec).strip("f'\"") in (",", ",.0")
+
+
 RULES: dict[str, Callable[[str, ast.Module], Iterator[str]]] = {
     "vague names": vague_names,
     "tuple assignments": tuple_assignments,
+    "counts in the plural": counts_in_plural,
 }
 
 
@@ -218,6 +242,21 @@ def test_several_written_values_in_one_assignment_are_seen(statement: str) -> No
 )
 def test_a_swap_an_unpacking_and_a_tuple_are_no_tuple_assignments(statement: str) -> None:
     assert list(tuple_assignments("components/x.py", ast.parse(statement))) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["f'{count:,} pairs'", "f'of {count:,} more rows'", "f'{len(rows)} rows'", "f'{mean:,.0f} captions a second'"],
+)
+def test_a_number_before_a_noun_in_the_plural_is_seen(text: str) -> None:
+    assert len(list(counts_in_plural("components/x.py", ast.parse(text)))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["f'{name} pairs'", "f'{count:>9,} pairs'", "f'{count:,} is too many'", "f'{count:,}'", "f'{MAX:,} rows'"]
+)
+def test_a_name_a_column_a_constant_and_a_number_alone_are_no_counts_in_the_plural(text: str) -> None:
+    assert list(counts_in_plural("components/x.py", ast.parse(text))) == []
 
 
 if __name__ == "__main__":

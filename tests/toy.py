@@ -193,7 +193,7 @@ def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
             path = root / folder / f"{number}.png"
             images.append({"uri": str(path), "sha256": hashlib.sha256(path.read_bytes()).digest()})
         row = {"id": f"{name}/{number:06d}.png", "dataset": name, "split": split, "references": ["it became red"]}
-        rows.append(row | {"images": images})
+        rows.append(row | {"image_set": row["id"], "images": images, "history": [], "question": None})
     write_rows(out / "records" / "00000.parquet", rows)
     if (root / "grammar.json").is_file():
         shutil.copy(root / "grammar.json", out)
@@ -226,7 +226,7 @@ def validate(params: dict[str, Any], paths: dict[str, Path]) -> None:
 
 def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     questions = Path(params["convert"]["questions"]).read_text()
-    columns = ("id", "dataset", "split", "images")
+    columns = ("id", "image_set", "dataset", "split", "images")
     rows = read_rows(paths["clean"] / "records" / "00000.parquet")
     for split in ("train", "val", "test"):
         samples = [

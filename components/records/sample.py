@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 MOST_IMAGES = 2  # number of images that a question can be about
+IMAGE_MARK = "<image>"  # where a question of a dataset says that an image belongs in the text
 
 
 class ImageRef(NamedTuple):
@@ -18,7 +19,12 @@ class ImageRef(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A question and its answer. The answer is empty where it is asked for."""
+    """A question of a dialogue with its answer.
+
+    Attributes:
+        question: the question.
+        answer: the answer, or an empty text if the question is still to be answered.
+    """
 
     question: str
     answer: str = ""

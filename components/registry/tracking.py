@@ -33,7 +33,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from m3diff.records.errors import CodedError, DataError, data_error_if_unreadable, redact
+from m3diff.records.errors import CodedError, DataError, data_error_if_unreadable, format_count, redact
 from m3diff.records.files import lock_exclusively
 from m3diff.records.installation import install_command
 from m3diff.registry.local_store import SQLITE, TOKEN_LIMIT_TAG, database_path
@@ -414,7 +414,7 @@ class RunDescription(NamedTuple):
         train = self.params.get("train", {})
         name = f"{self.model} {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}"
         if "epochs" in train:
-            name += f", {train['epochs']:g} epochs"
+            name += f", {format_count(train['epochs'], 'epoch')}"
         if "seed" in train:
             name += f", seed {train['seed']}"
         return name

@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 from m3diff.provenance import dvc
 from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, read_file_list, tracked_outputs
 from m3diff.provenance.git import find_commit, git, read_from_commit
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, format_count
 from m3diff.registry.lineage import CODE_TAG, PREDICT_CODE_DIGESTS, RAW_DATA_PREFIX
 from m3diff.registry.tracking import CHECKPOINT_TAG, WEIGHTS_TAG, connect, weights_sha256
 from m3diff.registry.versions import download_checkpoint, find_version, read_commit
@@ -237,7 +237,7 @@ class CommitContents:
         checks = [self.check(part, path, self.tracked[path], rehash) for path in paths]
         failed_checks = [check for check in checks if check.outcome != "ok"]
         if not failed_checks:
-            return "ok", f"all {len(checks)} parts are stored"
+            return "ok", f"all {format_count(len(checks), 'part is', 'parts are')} stored"
         notes = [f"{check.location}: {check.note}" for check in failed_checks]
         return failed_checks[0].outcome, "; ".join(notes)
 

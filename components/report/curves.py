@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.errors import DataError, data_error_if_unreadable, format_count
 
 ALIGNMENT = "Alignment"
 FINE_TUNING = "Fine-tuning"
@@ -192,15 +192,10 @@ def make_phase(rows: PhaseRows) -> Phase:
 # Charts
 
 
-def format_steps(steps: float) -> str:
-    """Return a number of steps as text, such as "2,000 steps"."""
-    return "1 step" if steps == 1 else f"{steps:,.0f} steps"
-
-
 def draw_phase(phase: Phase) -> DrawnPhase:
     """Draw the charts of a training phase, except those without data."""
     return DrawnPhase(
-        title=f"{phase.name}, {format_steps(phase.steps)}",
+        title=f"{phase.name}, {format_count(phase.steps, 'step')}",
         charts=[draw_chart(chart) for chart in main_charts(phase) if chart.series],
         more_charts=[draw_chart(chart) for chart in further_charts(phase) if chart.series],
         numbers=validation_rows(phase),

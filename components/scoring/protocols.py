@@ -18,7 +18,7 @@ from pathlib import Path
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
-from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.errors import DataError, data_error_if_unreadable, format_count
 from m3diff.scoring.characters import (
     MIN_SHARE_WITHOUT_SPACES,
     ScriptCounts,
@@ -272,7 +272,8 @@ def note_scripts(protocol: ProtocolPairs) -> list[str]:
     counts = protocol.script_counts
     if not counts.without_spaces:
         return []
-    sentence = f"{counts.without_spaces:,} of {counts.texts:,} references have no spaces between words"
+    references = format_count(counts.texts, "reference has", "references have")
+    sentence = f"{counts.without_spaces:,} of {references} no spaces between words"
     if protocol.counts_characters:
         return [
             f"{protocol.name}: {sentence} (Chinese, Japanese, Thai, ...). Each of their characters counts as a word "

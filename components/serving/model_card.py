@@ -20,7 +20,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.provenance import git
 from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, md5, object_file, read_file_list, read_lock, run_dvc
-from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.errors import DataError, data_error_if_unreadable, format_count
 from m3diff.records.files import sha256
 from m3diff.records.tables import part_paths
 from m3diff.registry.local_store import read_stored_tags
@@ -97,7 +97,7 @@ class ModelCard:
         counts = [data.pairs for data in self.trained_on if data.pairs is not None]
         if len(counts) == len(self.trained_on):
             datasets = ", ".join(f"{data.dataset} ({data.pairs:,})" for data in self.trained_on)
-            sentences = [f"Trained on {sum(counts):,} pairs: {datasets}."]
+            sentences = [f"Trained on {format_count(sum(counts), 'pair')}: {datasets}."]
         else:
             sentences = [f"Trained on pairs of {', '.join(data.dataset for data in self.trained_on)}."]
         if self.knows_photographs is False:

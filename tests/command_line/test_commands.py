@@ -23,7 +23,7 @@ from tests.stages.train.toy import write_mixture
 from tests.tiny import noise_image
 from tests.toy import REPOSITORY
 
-PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
+PARAMS = load_params(REPOSITORY / "params.yaml")
 ENTRIES = PARAMS.ingest.datasets
 IMAGE_CACHE = Path("runs/image_cache.parquet")
 
@@ -491,7 +491,7 @@ def test_plan_refuses_what_does_not_fit_if_the_gpu_is_known(profile, gpu_kind, c
 def test_profile_writes_the_parameter_file_that_is_named(project):
     assert main(["--params", "mine.yaml", "profile", "paper"]) == 0
     assert load_params(Path("mine.yaml")) == load_params(Path("profiles/paper.yaml"))
-    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
+    assert (project / "params.yaml").read_text() == (REPOSITORY / "params.yaml").read_text()
     assert list(project.glob("*.bak-*")) == []
 
 

@@ -31,7 +31,7 @@ from m3diff.models.checkpoint import (
 from m3diff.models.foreign_code import INDEX, NAMES_CODE, ForeignCodeError, refuse_foreign_code
 from m3diff.models.generation import load_captioner
 from tests.errors import raises
-from tests.tiny import tiny_base, tiny_checkpoint, tiny_settings
+from tests.tiny import pair_prompt, tiny_base, tiny_checkpoint, tiny_settings
 from tests.toy import REPOSITORY
 
 FAMILY = FAMILIES["m3diff"]
@@ -337,7 +337,7 @@ def test_a_chat_template_reaches_nothing_of_python(checkpoint):
     list_again(checkpoint)
     captioner = load_captioner(checkpoint)
     with pytest.raises(SecurityError):
-        captioner.processor.encode_prompt("What changed?")
+        pair_prompt(captioner.processor, "What changed?")
 
 
 @pytest.mark.parametrize("model_type", ["llava", "evil", ["m3diff"]], ids=str)

@@ -18,6 +18,7 @@ from PIL import Image
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
+from m3diff.models.sample_limits import TrainedOn
 from m3diff.serving import limits
 from m3diff.serving.batcher import OVERLAY_PX
 from m3diff.serving.model_card import ModelCard, TrainingData
@@ -190,8 +191,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a field in JSON": (as_json(colour=1), "unknown_field", "colour: 1"),
     "another type": (typed(b"x", "text/plain"), "wrong_type", "Content-Type 'text/p"),
     "a form without a boundary": (typed(b"x", FORM), "not_a_form", "a multipart form"),
-    "chat: one image": (parts(TEXT, IMAGE), "wrong_parts", "1 image(s), 1 text(s); one message with"),
-    "chat: two texts": (parts(TEXT, IMAGE, IMAGE, TEXT), "wrong_parts", "2 image(s), 2 text(s); one"),
+    "chat: three images": (parts(TEXT, IMAGE, IMAGE, IMAGE), "wrong_parts", "3 image(s), 1 text(s); messages of"),
+    "chat: two texts": (
+        parts(TEXT, IMAGE, IMAGE, TEXT),
+        "wrong_parts",
+        "2 image(s), 2 text(s): messages.0 has 2 texts",
+    ),
     "chat: an address": (parts(image_part("https://a.com/a.png"), IMAGE), "not_base64", f"{WHERE}https://a.com/a.png"),
     "chat: a file's": (parts(image_part("file:///etc/passwd"), IMAGE), "not_base64", f"{WHERE}file:///etc/passwd"),
     "chat: two messages": (
@@ -424,7 +429,7 @@ def test_an_answer_without_a_question_has_no_note(route, request_, serve):
 )
 def test_a_request_without_a_question_asks_the_question_of_the_training(route, request_, serve, monkeypatch):
     monkeypatch.setattr(toy.ToyCaptioner, "question", "How many are new?")
-    monkeypatch.setattr(toy.ToyCaptioner, "trained_question", "How many are new?")
+    monkeypatch.setattr(toy.ToyCaptioner, "trained_on", TrainedOn("How many are new?"))
     answer = serve().post(route, **request_)
     assert "(How many are new?)" in answer.text
     assert "note" not in answer.json()
@@ -432,7 +437,7 @@ def test_a_request_without_a_question_asks_the_question_of_the_training(route, r
 
 
 def test_an_answer_of_a_model_whose_question_is_unknown_has_a_note(serve, monkeypatch):
-    monkeypatch.setattr(toy.ToyCaptioner, "trained_question", None)
+    monkeypatch.setattr(toy.ToyCaptioner, "trained_on", TrainedOn())
     assert serve().post(CAPTION, **PAIR).json()["note"] == UNKNOWN_QUESTION_NOTE
     monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
     assert "note" not in serve().post(CAPTION, **PAIR).json(), "the model reads no question"
@@ -442,7 +447,8 @@ def test_the_card_of_the_current_model_is_served(serve):
     data = TrainingData(dataset="minichange", is_drawn=True, pairs=2564)
     card = {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,)}
     served_card = serve(card=card).get("/model").json()
-    assert served_card == ModelCard("m3diff/1", **card).as_dict() | {"reads_question": True, "question": QUESTION}
+    abilities = {"reads_question": True, "question": QUESTION, "images": [2], "turns": 1}
+    assert served_card == ModelCard("m3diff/1", **card).as_dict() | abilities
     assert served_card["version"] == "1"
     assert served_card["knows_photographs"] is False
 

@@ -47,7 +47,7 @@ def find_example(paths: Paths, datasets: Sequence[MixtureDataset]) -> ExamplePai
     candidates = [
         record
         for record in records.to_dicts()
-        if record["dataset"] in free_datasets and record["change_types"] != [NO_CHANGE]
+        if record["dataset"] in free_datasets and record["change_types"] != [NO_CHANGE] and record["question"] is None
     ]
     if not candidates:
         return None

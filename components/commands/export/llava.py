@@ -4,6 +4,9 @@
      "conversations": [{"from": "human", "value": "<image><image>\\nWhat changed?"}, {"from": "gpt", "value": "..."}],
      "metadata": {"dataset": "...", "split": "train"}}
 
+There is an `<image>` tag for each image, before the first question unless the questions say where the images are. A
+dialogue has all of its turns. A record without images has no `image` and no `images`.
+
 LLaVA-NeXT reads `image`, which must have as many paths as there are `<image>` tags in the question. ms-swift reads
 `images`. LLaMA-Factory reads the field that `dataset_info.json` specifies, which is `images`. Image paths are relative
 to the project's folder. Set the project's folder as the image folder, or export absolute paths.
@@ -16,10 +19,12 @@ the data, but does not support LLaVA-OneVision.
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
 from m3diff.commands.export.datasets import find_spec, licence_notices
+from m3diff.datasets.conversations import IMAGE_MARK
 from m3diff.records.errors import DataError
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
@@ -80,21 +85,59 @@ def write_split(table: Path, path: Path, image_root: Path | None) -> int:
         parts = iterate_parts(table)
         for part in progress(parts, f"export {path.name}", total=len(part_paths(table)), unit="shard"):
             samples = pl.DataFrame(part).filter(pl.col("answer") != "")
-            records = samples.select(record_columns(image_root)).write_ndjson().split("\n")[:-1]
-            for record in records:
+            for record in records_of_samples(samples, image_root):
                 file.write((",\n" if count else "[\n") + record)
                 count += 1
         file.write("\n]\n" if count else "[]\n")
     return count
 
 
+def records_of_samples(samples: pl.DataFrame, image_root: Path | None) -> list[str]:
+    """Return the record of each sample as a line of JSON.
+
+    Expressions are fifty times as fast as a loop, but too rigid for dialogues, records without images and tags in the
+    text.
+    """
+    is_plain = (
+        (pl.col("history").list.len() == 0)
+        & (pl.col("images").list.len() > 0)
+        & ~pl.col("question").str.contains(IMAGE_MARK, literal=True)
+    )
+    if samples.select(is_plain.all()).item():
+        return samples.select(record_columns(image_root)).write_ndjson().split("\n")[:-1]
+    return [
+        json.dumps(make_record(sample, image_root), ensure_ascii=False, separators=(",", ":"))
+        for sample in samples.iter_rows(named=True)
+    ]
+
+
+def make_record(sample: Mapping[str, Any], image_root: Path | None) -> dict[str, Any]:
+    """Return the record of a sample with any number of images and turns."""
+    turns = [(turn["question"], turn["answer"]) for turn in sample["history"]]
+    turns.append((sample["question"], sample["answer"]))
+    has_tags = any(IMAGE_MARK in question for question, _ in turns)
+    tags = "" if has_tags or not sample["images"] else IMAGE_MARK * len(sample["images"]) + "\n"
+    messages = []
+    for number, (question, answer) in enumerate(turns):
+        messages.append({"from": "human", "value": question if number else tags + question})
+        messages.append({"from": "gpt", "value": answer})
+    paths = [image["uri"] if image_root is None else str(image_root / image["uri"]) for image in sample["images"]]
+    return {
+        "id": sample["id"],
+        **({"image": paths, "images": paths} if paths else {}),
+        "conversations": messages,
+        "metadata": {"dataset": sample["dataset"], "split": sample["split"]},
+    }
+
+
 def record_columns(image_root: Path | None) -> list[pl.Expr]:
-    """Return expressions that compute the fields of a record from the columns of a sample.
+    """Return expressions that compute the fields of a record from the columns of a sample with images and one turn.
 
     Args:
         image_root: folder to prepend to the image paths, or None to keep them.
     """
-    question = pl.struct(pl.lit("human").alias("from"), pl.format("<image><image>\n{}", "question").alias("value"))
+    tags = pl.lit(IMAGE_MARK).repeat_by(pl.col("images").list.len()).list.join("")
+    question = pl.struct(pl.lit("human").alias("from"), pl.format("{}\n{}", tags, "question").alias("value"))
     answer = pl.struct(pl.lit("gpt").alias("from"), pl.col("answer").alias("value"))
     images = pl.col("images").list.eval(pl.element().struct.field("uri"))
     if image_root is not None:

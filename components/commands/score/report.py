@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from m3diff.records.errors import format_count
 from m3diff.report.score_tables import answer_table, published_table
 from m3diff.report.tables import Table, TableRow, format_lines, make_cell
 from m3diff.scoring.bootstrap import Interval
@@ -64,7 +65,8 @@ class ScoreReport(BaseModel):
         yield f"{self.dataset}, protocol {self.protocol!r}{source}"
         published_pairs = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
         noun = "pair" if self.scores.get("questions") is None else "record"
-        yield f"  {self.pairs:,} {noun}s{published_pairs}, {self.references / self.pairs:.2f} references per {noun}"
+        pairs = format_count(self.pairs, noun)
+        yield f"  {pairs}{published_pairs}, {self.references / self.pairs:.2f} references per {noun}"
         tokenizer = "PTB, in lower case" if self.tokenizer == "ptb" else "split at white space, case-sensitive"
         if self.counts_characters:
             tokenizer = f"characters in scripts without spaces between words, otherwise {tokenizer}"

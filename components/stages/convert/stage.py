@@ -1,10 +1,11 @@
 """Stage `convert`: turn clean records into question-answer samples in Parquet shards.
 
-A pair is two images with reference captions. Each sample has one question and one answer, and the samples of a pair are
-consecutive. The same seed gives the same samples. The validation and test splits keep every pair and every reference,
-even empty ones. The training split omits empty and repeated references of a pair, draws at most `references_per_pair`
-of the remaining references, and keeps only a share of the pairs without a change. All references of a pair are answers
-to the same question, so that training can process the images and the question once for all of them.
+A sample has one question and one answer. The samples of an image set are consecutive, so that training can process its
+images once for all of its questions, and an image set is used or left out with all of its questions. The same seed
+gives the same samples. The validation and test splits keep every record and every reference, even empty ones. The
+training split omits empty and repeated references of a record, draws at most `references_per_question` of the remaining
+references, and keeps only a share of the pairs without a change. Captions have no question of their own. They are
+answers to one of the questions of the dataset's task, which is the same for all captions of a pair.
 
 Random numbers depend only on the seed and an id, not on other records or the version of a library. The hash functions
 of polars and Python do not guarantee that, so this module implements a hash function.
@@ -78,9 +79,10 @@ class ConvertCounts(BaseModel):
     """Counts of one dataset.
 
     Attributes:
-        pairs: number of pairs per split.
+        pairs: number of image sets per split. Several questions about a pair count once.
         samples: number of samples per split.
-        left_out: number of training pairs and references that are left out, by reason.
+        left_out: number of training pairs and references that are left out, by reason. A question without a usable
+            answer counts as a pair without a reference.
     """
 
     pairs: dict[str, int]
@@ -92,7 +94,7 @@ class ConvertReport(StageReport):
     """The stage's report.json.
 
     Attributes:
-        pairs: number of pairs per split.
+        pairs: number of image sets per split.
         samples: number of samples per split.
         datasets: counts per dataset.
         published: `published_mixture_counts` if the mixture consists of exactly the paper's datasets, otherwise empty.
@@ -163,10 +165,10 @@ def _convert_dataset(
 
 def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
     """Return the numbers of pairs and samples of a dataset per split."""
-    pair_ids = {split: samples.filter(split=split)["record"] for split in SPLITS}
+    image_sets = {split: samples.filter(split=split)["image_set"] for split in SPLITS}
     return ConvertCounts(
-        pairs={split: ids.n_unique() for split, ids in pair_ids.items()},
-        samples={split: ids.len() for split, ids in pair_ids.items()},
+        pairs={split: names.n_unique() for split, names in image_sets.items()},
+        samples={split: names.len() for split, names in image_sets.items()},
         left_out=omissions,
     )
 
@@ -290,7 +292,7 @@ def training_samples(
         answers = _sample_references(distinct_references, cfg.most_references(source))
         references_over_cap = distinct_references.height - answers.height
     omissions = {
-        "pairs_not_sampled": pairs.height - sampled_pairs["row"].n_unique(),
+        "pairs_not_sampled": pairs["image_set"].n_unique() - sampled_pairs["image_set"].n_unique(),
         "pairs_without_reference": sampled_pairs["row"].n_unique() - answers["row"].n_unique(),
         "empty_references": references.height - nonempty_references.height,
         "repeated_references": nonempty_references.height - distinct_references.height,

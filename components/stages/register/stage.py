@@ -23,7 +23,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.tracking import MlflowClient
-from mlflow.types.schema import ColSpec, Schema
+from mlflow.types.schema import Array, ColSpec, DataType, Object, Property, Schema
 
 from m3diff.provenance.dvc import Lock
 from m3diff.provenance.git import process_lock
@@ -56,14 +56,22 @@ SHARED_CODE = (
     "records/copies.py",
     "records/errors.py",
     "records/messages.toml",
+    "records/sample.py",
 )
 
 MAX_TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
+TURN = Object([Property("question", DataType.string), Property("answer", DataType.string)])
 MODEL_SIGNATURE = ModelSignature(
     inputs=Schema(
-        [ColSpec("string", "before"), ColSpec("string", "after"), ColSpec("string", "question", required=False)]
+        [
+            ColSpec(DataType.string, "before", required=False),
+            ColSpec(DataType.string, "after", required=False),
+            ColSpec(Array(DataType.string), "images", required=False),
+            ColSpec(DataType.string, "question", required=False),
+            ColSpec(Array(TURN), "history", required=False),
+        ]
     ),
     outputs=Schema([ColSpec("string")]),
 )

@@ -96,6 +96,7 @@ class TrainReport(StageReport):
         rows_out: number of samples trained on, over all epochs.
         parameters: number of trained parameters of each part.
         val_cider: CIDEr of the validation captions; null if nothing was captioned.
+        val_match: share of exact answers to validation questions; null if no dataset has questions of its own.
         exported_step: step whose weights are the output.
         module: last measured contribution of the family's module, by column of the curves; empty without a module.
         alignment: steps, captions and final loss of the alignment phase; empty without an alignment phase.
@@ -111,6 +112,7 @@ class TrainReport(StageReport):
     val_loss: float | None
     val_loss_by_dataset: dict[str, float]
     val_cider: float | None
+    val_match: float | None = None
     exported_step: int
     module: dict[str, float]
     alignment: dict[str, float]

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -30,6 +29,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Permission
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import MANIFEST, export_checkpoint, load_model, read_manifest, verify_manifest
+from m3diff.models.processing import pad_prompts
 from m3diff.records.errors import DataError, Fault, command_to_read_again, wording
 from m3diff.records.files import sha256
 from m3diff.settings.load import load_params
@@ -37,7 +37,18 @@ from m3diff.settings.tree import Params
 from tests.errors import Message, raises
 from tests.layouts import list_images, make_entry, uris_of, write_record_table
 from tests.models.llava15 import write_llava15
-from tests.tiny import BASE, MDP, SEPARATE, colour_image, onediff_settings, tiny_base, tiny_checkpoint, tiny_settings
+from tests.tiny import (
+    BASE,
+    MDP,
+    SEPARATE,
+    colour_image,
+    image_inputs,
+    onediff_settings,
+    pair_prompt,
+    tiny_base,
+    tiny_checkpoint,
+    tiny_settings,
+)
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 from tests.toy import REPOSITORY
 
@@ -134,8 +145,8 @@ def generate_tokens(run: Params, pairs: list[tuple[str, str]], question: str) ->
     decoding |= {"pad_token_id": processor.pad_id}
     rows = []
     for before, after in pairs:
-        prepared = [processor.prepare_image(load_image(path)) for path in (before, after)]
-        inputs = {**processor.prompt_inputs([question]), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
+        images = [load_image(path) for path in (before, after)]
+        inputs = pad_prompts([pair_prompt(processor, question)], processor.pad_id) | image_inputs(processor, [images])
         with torch.inference_mode():
             tokens = model.generate(**inputs, **decoding)[0, inputs["input_ids"].shape[1] :]
         rows.append([token for token in tokens.tolist() if token != processor.pad_id])
@@ -318,7 +329,7 @@ def test_a_prompt_has_the_inputs_that_the_model_takes(case, answers):
     prompt = answers[case.name]["saved, prompt"]
     processor = trained(case.run.paths.model / "checkpoint")[1]
     pair_inputs = ["batch_num_images", "image_sizes"] if case.has_module else []
-    assert prompt["input_ids"] == processor.prompt_inputs([QUESTION])["input_ids"].tolist()
+    assert prompt["input_ids"] == [list(pair_prompt(processor, QUESTION))]
     assert prompt["inputs"] == sorted(["attention_mask", "input_ids", "pixel_values", *pair_inputs])
 
 
@@ -434,7 +445,8 @@ def test_no_file_names_a_path_of_this_machine(case: Shared) -> None:
 
 def test_the_code_is_the_family_s_and_auto_map_names_its_classes(case: Shared) -> None:
     code = {path.stem for path in case.folder.glob("*.py")}
-    expected = {"images", "colour", "jpeg", "contents", "errors", "called", "processing", f"processing_{case.family}"}
+    expected = {"images", "colour", "jpeg", "contents", "errors", "sample", "prepared", "called", "processing"}
+    expected.add(f"processing_{case.family}")
     config = read_json(case.folder / "config.json")
     if case.has_module:
         expected |= {"settings", "layers", "llava", f"{case.family}_model"}

@@ -51,7 +51,7 @@ from m3diff.stages.pretrain.stage import (
     pretrain,
     train_tokenizer,
 )
-from tests.tiny import BASE, pair_inputs
+from tests.tiny import BASE, image_inputs, pair_inputs, pair_prompt
 
 SMALL_SIZES = {"image_px": 64, "vision_px": 24, "patch_px": 8, "width": 32, "vision_layers": 1, "text_layers": 2}
 DATA = {"seed": 11, "scenes": 60, "held_out": 12, "images_per_batch": 8}
@@ -223,7 +223,7 @@ def pictures(base: Blip2Base) -> np.ndarray:
 
 
 def test_the_blip2_computes_as_the_llm_and_encoder_that_it_takes_over(base, model):
-    ids = torch.tensor([base.processor.encode_reference("the small red box moved to the top")])
+    ids = torch.tensor([base.processor.encode_answer("the small red box moved to the top")])
     assert torch.equal(model.language_model(input_ids=ids).logits, base.llava(input_ids=ids).logits)
     assert model.language_model.lm_head.weight is model.get_input_embeddings().weight
     patches = torch.randn(2, 5, 128)
@@ -252,7 +252,7 @@ def test_blip2_captions_without_a_question_and_reads_others_after_the_start_toke
     image = base.processor.prompt[0]
     start = base.processor.start_id
     for question in (DESCRIBE_ONE_IMAGE, DESCRIBE_TWO_IMAGES, *QUESTIONS):
-        assert base.encode_prompt(question, 1) == base.processor.encode_prompt(question)
+        assert base.encode_prompt(question, 1) == pair_prompt(base.processor, question)
         assert base.encode_prompt(question, 0) == (start,)
     prompt = base.encode_prompt("Describe the small red box.", 2)
     assert prompt[:7] == (image,) * 6 + (start,)
@@ -260,8 +260,8 @@ def test_blip2_captions_without_a_question_and_reads_others_after_the_start_toke
 
 
 def test_two_images_are_stacked_as_the_family_stacks_a_pair(base, pictures):
-    halves = [base.processor.prepare_image(Image.fromarray(picture)) for picture in pictures]
-    pixels_of_pairs = base.processor.image_inputs(torch.from_numpy(np.stack(halves)))["pixel_values"]
+    images = [Image.fromarray(picture) for picture in pictures]
+    pixels_of_pairs = image_inputs(base.processor, [images[:2], images[2:]])["pixel_values"]
     assert torch.equal(base.to_pixels(pictures, 2), pixels_of_pairs)
     assert pixels_of_pairs.shape == (2, 3, 48, 48)
     single = base.to_pixels(pictures[:1], 1)
@@ -288,7 +288,7 @@ def test_a_small_run_is_a_blip2_that_learns(cfg, segmentation, training, tmp_pat
     processor = FAMILIES["blip2idc"].load_processor(tmp_path)
     assert model.config.num_query_tokens == 6
     assert processor.end_id == model.config.text_config.eos_token_id
-    assert processor.decode(torch.tensor([processor.encode_reference("a small red box")])) == ["a small red box"]
+    assert processor.decode(torch.tensor([processor.encode_answer("a small red box")])) == ["a small red box"]
     assert type(AutoProcessor.from_pretrained(tmp_path)).__name__ == "Blip2Processor"
     assert Pretrain.model_validate_json((tmp_path / "recipe.json").read_text()) == cfg
 

@@ -14,6 +14,7 @@ import torch
 
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
+from m3diff.models.contract import Prepared
 from m3diff.models.device import Device
 from m3diff.models.fused import FLEX_BLOCK
 from m3diff.records.errors import DataError
@@ -155,39 +156,41 @@ def test_the_captions_of_so_many_steps_are_counted():
 @pytest.fixture
 def loader(mixture: Path, base: Path) -> Loader:
     training_samples = read_samples(mixture / "train")
-    processor = FAMILIES["m3diff"].load_processor(base)
-    return Loader(training_samples, processor, threads=1, device=Device(False, "fp32"))
+    family = FAMILIES["m3diff"]
+    processor = family.load_processor(base)
+    return Loader(training_samples, processor, family.packing(), threads=1, device=Device(False, "fp32"))
 
 
 def test_a_micro_batch_has_its_images_by_turns_and_supervises_what_counts(loader):
     training_samples = loader.samples
-    encode = loader.processor.encode_reference
+    encode = loader.processor.encode_answer
     second = training_samples.pairs()[2]
     third = training_samples.pairs()[3]
     batch = loader.build([(second, 1), (third, 0)])
     files = [file for rows in (second, third) for file in training_samples.images(rows[0])]
-    for image, file in zip(batch.images, files, strict=True):
-        np.testing.assert_array_equal(image, loader.processor.prepare_image(load_image(*file)))
+    for image, file in zip(batch.images["pixels"], files, strict=True):
+        np.testing.assert_array_equal(image, loader.processor.image_processor.prepare_image(load_image(*file)))
     lengths = [sum(len(encode(training_samples.value("answer", row))) for row in rows) for rows in (second, third)]
-    assert batch.supervised_tokens == lengths[0]
+    assert batch.weights.sum() == lengths[0]
     assert torch.equal(batch.weights, torch.tensor([1.0] * lengths[0] + [0.0] * lengths[1]))
-    assert len(batch.packed.labels) == sum(lengths)
+    assert len(batch.labels) == sum(lengths)
 
 
-def shifted(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def shifted(prepared: Prepared, rng: np.random.Generator) -> Prepared:
     """Return the pair with a random number added, so that each image shows what was drawn for it."""
-    return pair + rng.integers(1, 200, dtype=np.uint8)
+    shift = int(rng.integers(1, 200, dtype=np.uint8))
+    return prepared._replace(tensors={"pixels": prepared.tensors["pixels"] + shift})
 
 
 def test_what_trains_is_augmented_by_seed_epoch_and_row(loader):
-    fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
+    fed = Loader(loader.samples, loader.processor, loader.packing, 2, loader.device, shifted)
     chosen = [(rows, 1) for rows in loader.samples.pairs()]
-    plain = loader.build(chosen).images
-    assert torch.equal(fed.build(chosen).images, plain), "for validation and the check of packing"
-    assert torch.equal(loader.build(chosen, (1, 0)).images, plain), "a family without augmentation"
+    plain = loader.build(chosen).images["pixels"]
+    assert torch.equal(fed.build(chosen).images["pixels"], plain), "for validation and the check of packing"
+    assert torch.equal(loader.build(chosen, (1, 0)).images["pixels"], plain), "a family without augmentation"
 
     def added(visit: tuple[int, int]) -> list[int]:
-        by_image = (fed.build(chosen, visit).images - plain).flatten(1)
+        by_image = (fed.build(chosen, visit).images["pixels"] - plain).flatten(1)
         assert bool((by_image == by_image[:, :1]).all())
         assert torch.equal(by_image[::2, 0], by_image[1::2, 0]), "both images of a pair together"
         return by_image[::2, 0].tolist()
@@ -201,7 +204,7 @@ def test_what_trains_is_augmented_by_seed_epoch_and_row(loader):
 
 
 def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
-    fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
+    fed = Loader(loader.samples, loader.processor, loader.packing, 2, loader.device, shifted)
     plan = schedule(loader.samples, seed=5, micro_batch=2)
     got = list(fed.stream(plan, rank=0, first_step=1))
     assert len(got) == plan.steps - 1
@@ -209,7 +212,7 @@ def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
         visit = (5, 0 if step < plan.steps_per_epoch else 1)
         for batch, rows in zip(batches, plan.micro_batches(step, 0), strict=True):
             want = fed.build(rows, visit)
-            assert torch.equal(batch.images, want.images)
+            assert torch.equal(batch.images["pixels"], want.images["pixels"])
             assert torch.equal(batch.packed.input_ids, want.packed.input_ids)
 
 
@@ -225,7 +228,7 @@ def test_a_micro_batch_leaves_the_threads_as_kernel_and_gpu_take_it(loader, monk
     assert plain.layout is not None
     assert not loading_threads
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    fed = Loader(loader.samples, loader.processor, threads=2, device=Device(True, "fp32", "flex"))
+    fed = Loader(loader.samples, loader.processor, loader.packing, threads=2, device=Device(True, "fp32", "flex"))
     flex = next(fed.stream(plan, rank=0, first_step=0))[0]
     assert flex.layout is None
     assert flex.packed.tokens % FLEX_BLOCK == 0

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from m3diff.models.blip2idc import Augment
 from m3diff.models.checkpoint import verify_manifest
 from m3diff.models.family import Family
-from m3diff.models.settings import Delays
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import engine, loop
@@ -42,7 +41,7 @@ from tests.stages.train.toy import (
     run,
     run_dir_of,
 )
-from tests.tiny import MDP, tiny_settings
+from tests.tiny import MDP, pair_prompt, tiny_settings
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 COMPUTE_CHANGES = (
@@ -258,7 +257,7 @@ USED = tiny_settings(MDP | {"init_gain": 2.0})
 
 @pytest.mark.parametrize(
     ("model", "warned"),
-    [(UNUSED, True), (replace(UNUSED, delays=Delays(module=0.5)), False), (USED, False)],
+    [(UNUSED, True), (replace(UNUSED, delays={"module": 0.5}), False), (USED, False)],
     ids=["unused", "delayed", "used"],
 )
 def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, monkeypatch, capfd):
@@ -306,9 +305,9 @@ def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]
 def token_counts(training: Any) -> tuple[int, int]:
     """Return the number of tokens and of supervised tokens in an epoch, using only the tokenizer."""
     processor = training.processor
-    supervised = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["answer"])
+    supervised = sum(len(processor.encode_answer(text)) for text in training.schedule.samples.table["answer"])
     # the prompt less its last token once a pair; that token and all but the last of each reference once a reference
-    prompts = (len(processor.encode_prompt("What changed?")) - 1) * 10
+    prompts = (len(pair_prompt(processor, "What changed?")) - 1) * 10
     return prompts + supervised, supervised
 
 

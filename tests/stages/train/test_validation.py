@@ -86,7 +86,8 @@ def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(base, mixtu
         batch = scorer.loader.build([(np.array([row]), 1)])
         inputs = {"input_ids": batch.packed.input_ids, "logits_to_keep": batch.packed.supervised}
         with torch.no_grad():
-            logits = model(**inputs, **scorer.processor.image_inputs(batch.images)).logits
+            images = scorer.processor.image_inputs(batch.images, torch.device("cpu"))
+            logits = model(**inputs, **images).logits
         chosen = logits.log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
         sums[scorer.samples.value("dataset", row)][0] -= float(chosen.sum())
         sums[scorer.samples.value("dataset", row)][1] += len(chosen)
@@ -105,11 +106,16 @@ def test_a_validation_without_pairs_has_no_scores(base, mixture, model):
     assert nothing.cider(SimpleNamespace(module=model)) == {}
 
 
+def supervised_tokens(scorer: Validation) -> list[int]:
+    """Return the number of tokens of each batch that count in the loss."""
+    batches = [scorer.packing.batch(sequences, scorer.processor, scorer.device) for _, sequences in scorer.batches]
+    return [int(batch.weights.sum()) for batch in batches]
+
+
 def test_batches_are_dealt_to_the_workers_each_once_and_filled_up_with_weight_zero(base, mixture):
-    parts = [validator(base, mixture, 2, rank, micro_batch=1) for rank in range(2)]
-    tokens = [[batch.supervised_tokens for _, batch in part.batches] for part in parts]
+    tokens = [supervised_tokens(validator(base, mixture, 2, rank, micro_batch=1)) for rank in range(2)]
     assert [len(part) for part in tokens] == [3, 3]
-    assert sum(map(sum, tokens)) == sum(batch.supervised_tokens for _, batch in validator(base, mixture).batches)
+    assert sum(map(sum, tokens)) == sum(supervised_tokens(validator(base, mixture)))
     assert tokens[1].count(0) == 1
 
 
@@ -137,20 +143,21 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, 
     batches = []
     questions = ["Describe the difference." if row == 7 else "What changed?" for row in range(len(scorer.samples))]
     scorer.samples = Samples(scorer.samples.table.with_columns(question=pl.Series(questions)))
-    original = validation.Captioner.caption
+    original = validation.Captioner.answer
 
-    def caption(self: Any, pairs: list, question: str) -> list[str]:
-        batches.append((question, len(pairs)))
-        return original(self, pairs, question)
+    def answer(self: Any, prepared: list, dialogues: list) -> Any:
+        (question,) = {turns[-1].question for turns in dialogues}
+        batches.append((question, len(prepared)))
+        return original(self, prepared, dialogues)
 
-    monkeypatch.setattr(validation.Captioner, "caption", caption)
+    monkeypatch.setattr(validation.Captioner, "answer", answer)
     actual = scorer._captions(SimpleNamespace(module=model, eval=model.eval, train=model.train), rows)
     assert batches == [("What changed?", 2), ("What changed?", 2), ("Describe the difference.", 1)]
     captioner = validation.Captioner(model.get_base_model(), scorer.processor, scorer.family, 4)
     expected = {}
     for row in rows:
         pair = tuple(load_image(*file) for file in scorer.samples.images(row))
-        (expected[row],) = original(captioner, [pair], questions[row])
+        (expected[row],) = captioner.caption([pair], questions[row])
     assert list(actual.items()) == list(expected.items())
     assert model.train().training
 

@@ -65,6 +65,7 @@ TRAIN: dict[str, Any] = {
     "model": "tiny",
     "seed": 3,
     "max_captions_per_sequence": None,
+    "max_tokens": None,
     "global_batch": 4,
     "epochs": 2,
     "warmup_share": 0.1,

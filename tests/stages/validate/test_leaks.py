@@ -117,7 +117,7 @@ def pairs_of(thumbs: np.ndarray, tests: int) -> pl.DataFrame:
     digests = [n.to_bytes(4) for n in range(len(halves))]
     images = pl.DataFrame({"path": paths, "digest": digests, "thumb": halves, "verdict": ["ok"] * len(halves)})
     split = ["test" if n < tests else "train" for n in range(len(thumbs))]
-    records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
+    records = pl.DataFrame({"id": paths[::2], "split": split, "image_1": paths[::2], "image_2": paths[1::2]})
     return select_valid_pairs(records, images)
 
 

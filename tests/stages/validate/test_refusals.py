@@ -4,6 +4,7 @@ import html
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK_RULE
 from m3diff.stages.validate.stage import ValidateReport, count_allowed_rows, shares_above_limits
-from tests.errors import raises
+from tests.errors import Message, raises
 from tests.layouts import (
     edit_json,
     image_cache,
@@ -93,6 +94,36 @@ def test_the_dataset_of_the_gates_protocol_needs_test_pairs(raw, quick, protocol
 
 
 COUNTS = {"train": 6, "val": 2, "test": 4}
+
+
+@pytest.fixture
+def without_test_images(raw, quick) -> Path:
+    """Records in which an image of every test pair is missing."""
+    run_ingest(raw)
+    records = pl.read_parquet(raw.parent / "records/mini/records.parquet")
+    for images in records.filter(own_split="test")["images"]:
+        Path(images[1]["uri"]).unlink()
+    run_ingest(raw)
+    return raw.parent
+
+
+def test_a_run_whose_test_pairs_are_all_quarantined_says_so_and_where_they_are(without_test_images, capsys):
+    run_validate(without_test_images)
+    output = capsys.readouterr().out
+    clean = without_test_images / "clean"
+    lost_pairs = pl.read_parquet(clean / "quarantine.parquet").filter(split="test")
+    where = {"quarantine": clean / "quarantine.parquet", "page": clean / "docs" / "index.html"}
+    assert lost_pairs.height > 0
+    assert Message("validate.all_test_pairs_quarantined", rows=lost_pairs.height, **where).in_text(output)
+    assert not Message("validate.no_test_pairs").in_text(output)
+
+
+def test_quarantined_test_pairs_of_the_gate_are_no_missing_column_of_the_split(without_test_images):
+    with raises(DataError, "validate.data_refused") as refused:
+        run_validate(without_test_images, protocol="mini/total")
+    (fault,) = [fault for fault in refused.value.fields["faults"] if fault.fields.get("protocol")]
+    assert fault.code == "validate.no_clean_test_pair"
+    assert fault.fields["dataset"] == "mini"
 
 
 @pytest.fixture

@@ -122,8 +122,9 @@ def test_every_count_of_the_report(raw, quick):
             "mini": {
                 "pairs": {"test": 4, "train": 3, "val": 2},
                 "references": {"test": 8, "train": 6, "val": 5},
+                "questions": {},
                 "quarantined": 3,
-                "broken_rules": {"after_decodes": 1, "no_markup": 1, "not_in_test": 1},
+                "broken_rules": {"image_2_decodes": 1, "no_markup": 1, "not_in_test": 1},
                 "lost_test_pairs": [],
             }
         },
@@ -185,11 +186,11 @@ def test_a_missing_file_and_a_broken_file_break_different_rules(raw):
     ingest_and_validate(raw)
     frame = pl.read_parquet(raw.parent / "clean/quarantine")
     broken = {row["id"]: row["rules"] for row in frame.iter_rows(named=True)}
-    assert sorted(broken.values()) == [["after_decodes"], ["images_present"]]
+    assert sorted(broken.values()) == [["image_2_decodes"], ["images_present"]]
     assert all("; ;" not in reason and not reason.endswith("; ") for reason in frame["reason"])
     text = (raw.parent / "clean/docs/index.html").read_text("utf-8")
     assert "An image file is missing: 1 row</h3>" in text
-    assert "The image after cannot be opened: 1 row</h3>" in text
+    assert "The second image cannot be opened: 1 row</h3>" in text
 
 
 def test_every_rule_has_a_text_and_every_text_has_a_rule():
