@@ -243,8 +243,8 @@ def _question_lines(rows: Sequence[Row]) -> Iterator[str]:
     marked_rows = [row for row in rows_with_question if _has_mark(row)]
     if marked_rows:
         location = first_source(marked_rows[0])
-        rows = format_count(len(marked_rows), "row")
-        yield f"  <image> inside the text of a question: {rows}, the first is {location}"
+        count = format_count(len(marked_rows), "row")
+        yield f"  <image> inside the text of a question: {count}, the first is {location}"
 
 
 def _count_with_first(rows: Sequence[Row], number_of: Callable[[Row], int]) -> str:

@@ -42,8 +42,8 @@ def keep(folders: Folders, root: Path, *names: str) -> None:
         folders.clean / "records", [questions.make_row(root, name, item) for name, item in records.items()]
     )
     for file in folders.predictions.iterdir():
-        named_rows = [row for row in json.loads(file.read_text()) if row["image_id"].removeprefix("toy/") in names]
-        bench.write_json(file, named_rows)
+        kept_rows = [row for row in json.loads(file.read_text()) if row["image_id"].removeprefix("toy/") in names]
+        bench.write_json(file, kept_rows)
 
 
 def test_records_have_the_metrics_of_their_texts(folders, tmp_path, monkeypatch):
