@@ -231,18 +231,18 @@ FIRST_MESSAGE = message("user", *IMAGE_PART, *IMAGE_PART, *TEXT_PART)
 ANSWER = message("assistant", *TEXT_PART)
 LAST_MESSAGE = message("user", *TEXT_PART)
 REFUSED_CHATS: dict[str, tuple[list[Any], str]] = {
-    "three images": ([message("user", *IMAGE_PART * 3, *TEXT_PART)], "3 image(s)"),
+    "three images": ([message("user", *IMAGE_PART * 3, *TEXT_PART)], "3 images"),
     "the assistant is last": ([FIRST_MESSAGE, ANSWER], "the last message is not from the user"),
     "the assistant is first": ([ANSWER, FIRST_MESSAGE, ANSWER], "messages.0 is from the assistant"),
     "two questions in a row": ([FIRST_MESSAGE, LAST_MESSAGE, ANSWER], "messages.1 is from the user"),
     "two answers in a row": ([FIRST_MESSAGE, ANSWER, ANSWER, LAST_MESSAGE], "messages.2 is from the assistant"),
     "an image in a later message": (
         [message("user", *IMAGE_PART, *TEXT_PART), ANSWER, message("user", *IMAGE_PART, *TEXT_PART)],
-        "messages.2 has 1 image(s)",
+        "messages.2 has 1 image",
     ),
     "an image of the assistant": (
         [FIRST_MESSAGE, message("assistant", *IMAGE_PART, *TEXT_PART), LAST_MESSAGE],
-        "messages.1 has 1 image(s)",
+        "messages.1 has 1 image",
     ),
     "an answer without a text": ([FIRST_MESSAGE, message("assistant"), LAST_MESSAGE], "messages.1 has 0 texts"),
     "an empty answer": (
@@ -250,7 +250,7 @@ REFUSED_CHATS: dict[str, tuple[list[Any], str]] = {
         "messages.1 has an empty",
     ),
     "a later question without a text": ([FIRST_MESSAGE, ANSWER, message("user")], "messages.2 has 0 texts"),
-    "no message": ([], "0 message(s), 0 image(s), 0 text(s)"),
+    "no message": ([], "0 messages, 0 images, 0 texts"),
 }
 
 

@@ -24,7 +24,8 @@ from tests.tiny import tiny_settings, tiny_trained
 def samples(**pairs: int) -> Samples:
     """Return samples of several datasets, one after another, with two rows per pair."""
     rows = [(dataset, f"{dataset}/{n}") for dataset, count in pairs.items() for n in range(count) for _ in range(2)]
-    columns = {"dataset": [dataset for dataset, _ in rows], "record": [pair for _, pair in rows]}
+    names = [pair for _, pair in rows]
+    columns = {"dataset": [dataset for dataset, _ in rows], "record": names, "image_set": names}
     return Samples(pl.DataFrame({name: columns.get(name, ["x"] * len(rows)) for name in SCHEMA}))
 
 
@@ -103,7 +104,7 @@ def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(base, mixtu
 def test_a_validation_without_pairs_has_no_scores(base, mixture, model):
     nothing = validator(base, mixture, val_pairs=0, caption_val_pairs=0)
     assert nothing.losses(model) == {}
-    assert nothing.cider(SimpleNamespace(module=model)) == {}
+    assert nothing.score_answers(SimpleNamespace(module=model)) == {}
 
 
 def supervised_tokens(scorer: Validation) -> list[int]:
@@ -128,11 +129,39 @@ def test_captions_are_scored_by_dataset_against_the_references_of_their_own_pair
         return float(len(scored))
 
     monkeypatch.setattr(validation, "cider", score)
-    monkeypatch.setattr(Validation, "_captions", lambda self, engine, rows: {row: f"caption {row}" for row in rows})
-    assert scorer.cider(None) == {"val_cider": 1.5}
+    monkeypatch.setattr(Validation, "_answers", lambda self, engine, rows: {row: f"caption {row}" for row in rows})
+    assert scorer.answer_scores == []
+    assert scorer.score_answers(None) == {"val_cider": 1.5}
     # the split has pairs of 1, 2, 3 references (toy: rows 0, 1, 3), then of 1, 2 (second: rows 6, 7)
     assert scored[0] == ([list(REFERENCES[:1]), list(REFERENCES[:2])], ["caption 6", "caption 7"])
     assert scored[1] == ([list(REFERENCES[: n + 1]) for n in range(3)], ["caption 0", "caption 1", "caption 3"])
+
+
+def test_answers_to_the_questions_of_a_dataset_are_scored_by_exact_matches(base, mixture, monkeypatch):
+    """Of the dataset second, the first pair has two questions, with one and two right answers."""
+    validation_samples = read_samples(mixture / "val")
+    records = validation_samples.table["record"].to_list()
+    second_pair = records[-1]
+    first_rows = [row for row, record in enumerate(records) if record == second_pair]
+    records[first_rows[0]] += "?0"
+    records[first_rows[1]] += "?1"
+    own_questions = Samples(validation_samples.table.with_columns(record=pl.Series(records)))
+    run_recipe = recipe(base, val_pairs=3, micro_batch=2, caption_val_pairs=9)
+    worker = WorkerContext(0, 1)
+    processor = FAMILIES["m3diff"].load_processor(base)
+    scorer = Validation(job(run_recipe, mixture, base), own_questions, worker, processor, Device(False, "fp32"))
+    answered_rows: list[int] = []
+
+    def answer(self: Validation, engine: Any, rows: list[int]) -> dict[int, str]:
+        answered_rows.extend(rows)
+        return {row: own_questions.value("answer", row).upper() + "." if row != first_rows[1] else "?" for row in rows}
+
+    monkeypatch.setattr(Validation, "_answers", answer)
+    monkeypatch.setattr(validation, "cider", lambda references, predictions: 7.0)
+    assert scorer.answer_scores == ["val_match"]
+    scores = scorer.score_answers(None)
+    assert scores == {"val_cider": 7.0, "val_match": pytest.approx(2 / 3)}
+    assert answered_rows[-3:] == [first_rows[0] - 1, *first_rows], "each question is asked, not only the first"
 
 
 def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, model, monkeypatch):
@@ -151,7 +180,7 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, 
         return original(self, prepared, dialogues)
 
     monkeypatch.setattr(validation.Captioner, "answer", answer)
-    actual = scorer._captions(SimpleNamespace(module=model, eval=model.eval, train=model.train), rows)
+    actual = scorer._answers(SimpleNamespace(module=model, eval=model.eval, train=model.train), rows)
     assert batches == [("What changed?", 2), ("What changed?", 2), ("Describe the difference.", 1)]
     captioner = validation.Captioner(model.get_base_model(), scorer.processor, scorer.family, 4)
     expected = {}
