@@ -26,8 +26,9 @@ from m3diff.endpoint.questions import EndpointQuestion, replace_surrogates
 from m3diff.endpoint.transport import EndpointError
 from m3diff.endpoint.url import on_this_machine
 from m3diff.images.open import ImageError, load_image
-from m3diff.records.errors import DataError, Fault, data_error_if_unreadable, format_count, redact
+from m3diff.records.errors import DataError, Fault, format_count, redact
 from m3diff.records.files import StageReport, new_folder, write_atomic
+from m3diff.records.tables import read_table
 from m3diff.report.origin import Origin
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
@@ -221,20 +222,11 @@ def check_before_sending(
 def read_own_questions(clean: Path) -> frozenset[str]:
     """Return the ids of the test records that have a question of their own, not one of their dataset's task.
 
-    Records from before they could have a question have none.
-
     Raises:
         DataError: the records cannot be read.
     """
-    import pyarrow.dataset as ds
-
-    path = clean / "records.parquet"
-    with data_error_if_unreadable(path):
-        records = ds.dataset(path)
-        if "question" not in records.schema.names:
-            return frozenset()
-        has_own_question = (ds.field("split") == "test") & ds.field("question").is_valid()
-        return frozenset(records.to_table(["id"], filter=has_own_question)["id"].to_pylist())
+    rows = read_table(clean / "records", ["id", "question"], filters=[("split", "=", "test")]).to_pylist()
+    return frozenset(row["id"] for row in rows if row["question"] is not None)
 
 
 def question_about(request: ZeroShotRequest, item: PredictionItem, own_questions: Collection[str]) -> EndpointQuestion:

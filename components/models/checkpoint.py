@@ -277,6 +277,7 @@ def read_trained_on(manifest: Mapping[str, Any]) -> TrainedOn:
         question=question if isinstance(question, str) and question else None,
         images=tuple(sorted(images)),
         turns=turns if type(turns) is int and turns > 0 else TrainedOn.turns,
+        own_questions=fields.get("own_questions") is True,
     )
 
 

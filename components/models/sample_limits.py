@@ -21,11 +21,14 @@ class TrainedOn:
         question: the question that is asked by default. None if the manifest does not name it.
         images: numbers of images of the samples.
         turns: number of turns of the longest dialogue. 1 if no question had turns before it.
+        own_questions: whether datasets brought questions of their own, so that other questions than `question` were
+            trained.
     """
 
     question: str | None = None
     images: tuple[int, ...] = (2,)
     turns: int = 1
+    own_questions: bool = False
 
 
 def answerable_images(takes: Takes, trained_on: TrainedOn) -> tuple[int, ...]:

@@ -241,6 +241,7 @@ def rows_of_test_split(parts: list[Path], datasets: list[str]) -> Iterator[dict[
     if not has_images:  # a version from before records had a list of images
         images = [pl.struct(uri=pl.col(side), sha256=pl.col(f"{side}_sha256")) for side in SIDES]
         rows = rows.with_columns(images=pl.concat_list(images))
+    rows = rows.filter(pl.col("images").list.len() == len(SIDES))
     position_in_dataset = pl.int_range(pl.len()).over("dataset")
     candidates = rows.sort(position_in_dataset, "dataset").head(MAX_CANDIDATES)
     reference = pl.col("references").list.first().fill_null("").alias("reference")

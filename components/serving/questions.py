@@ -36,13 +36,14 @@ def note_about(question: str | None, trained_question: str | None) -> str | None
 def note_about_sample(takes: Takes, trained_on: TrainedOn, question: str | None, turns: int) -> str | None:
     """Return the note for the answer to a question, or None if there is nothing to note.
 
-    A model that does not read questions gives every answer without a note.
+    A model that does not read questions gives every answer without a note, and so does a model that was trained on
+    questions of datasets.
 
     Args:
         question: the question that was asked. None if the model's default question was asked.
         turns: number of turns of the dialogue, including the question.
     """
-    if not takes.questions:
+    if not takes.questions or trained_on.own_questions:
         return None
     if turns > trained_on.turns:
         return (

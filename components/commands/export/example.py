@@ -47,7 +47,10 @@ def find_example(paths: Paths, datasets: Sequence[MixtureDataset]) -> ExamplePai
     candidates = [
         record
         for record in records.to_dicts()
-        if record["dataset"] in free_datasets and record["change_types"] != [NO_CHANGE] and record["question"] is None
+        if record["dataset"] in free_datasets
+        and record["change_types"] != [NO_CHANGE]
+        and record["question"] is None
+        and len(record["images"]) == 2
     ]
     if not candidates:
         return None

@@ -11,7 +11,7 @@ from m3diff.records.tables import part_paths, read_table
 from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest.params import DatasetEntry
 
-SAMPLE_COLUMNS = ["record", "dataset", "question", "answer"]
+SAMPLE_COLUMNS = ["image_set", "dataset", "question", "answer"]
 
 
 def has_mixture(mixture: Path) -> bool:
@@ -30,8 +30,8 @@ def counted_workload(folder: Path, tokens: TokenCounter, excluded_datasets: Sequ
         DataError: a file cannot be read.
         ParamsError: the split has no samples, or none from datasets that are not excluded.
     """
-    # The samples of a pair are adjacent. If the same pair appears again later, it is used a second time
-    use = pl.col("record").rle_id().alias("use")
+    # The samples of an image set are adjacent. If the same image set appears again later, it is used a second time
+    use = pl.col("image_set").rle_id().alias("use")
     samples = read_samples(folder, SAMPLE_COLUMNS).with_columns(use)
     samples = samples.filter(~pl.col("dataset").is_in(list(excluded_datasets)))
     if samples.is_empty():

@@ -214,12 +214,13 @@ class Training:
     def trained_on(self) -> dict[str, Any]:
         """Return what the manifest of the checkpoint says about the training samples.
 
-        `question` is the question that is asked by default, `images` are the numbers of images of the image sets, and
-        `turns` is the largest number of turns of a sample.
+        `question` is the question that is asked by default, `own_questions` whether datasets brought questions of their
+        own, `images` are the numbers of images of the image sets, and `turns` is the largest number of turns.
         """
         table = self.schedule.samples.table
         return {
             "question": self.question,
+            "own_questions": bool((table["record"] != table["image_set"]).any()),
             "images": sorted(set(table["images"].list.len())),
             "turns": 1 + max(table["history"].list.len()),
         }
