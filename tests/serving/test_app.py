@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
-from m3diff.serving import limits
+from m3diff.serving import batcher, limits
 from m3diff.serving.batcher import OVERLAY_PX, RayDeployment
 from m3diff.serving.model_card import ModelCard, TrainingData
 from m3diff.serving.questions import NOTE, UNKNOWN_QUESTION_NOTE
@@ -41,7 +41,8 @@ Serve = Callable[..., Service]
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    monkeypatch.setattr(batcher, "load", toy.load_toy)  # replicas of toys set it for their process; here it is restored
     folder = toy.write_toy(tmp_path / "one", "one")
     services = []
 
