@@ -27,6 +27,7 @@ from m3diff.endpoint.answers import UNKNOWN_SERVER, AnswerStore, EndpointAnswer,
 from m3diff.endpoint.client import REUSE_OPTION, Endpoint
 from m3diff.endpoint.questions import EndpointQuestion, data_url
 from m3diff.endpoint.servers import ServerIdentity, read_server
+from m3diff.endpoint.silence import SilenceWatch
 from m3diff.endpoint.transport import EndpointError, RedirectError, redirect_error, redirect_target
 from m3diff.endpoint.url import normalised_url
 from m3diff.images.open import load_image
@@ -329,6 +330,37 @@ def test_a_line_without_an_answer_is_skipped(tmp_path):
     AnswerStore(store).store_answer("k", {}, EndpointAnswer("text", "yes"))
     store.write_text("\n".join([*NO_ANSWERS, store.read_text()]))
     assert AnswerStore(store).last_answers == {"k": YES}
+
+
+class StoppedWatch(SilenceWatch):
+    """A watch that ends the run at the second question."""
+
+    begun_questions = 0
+
+    def begin_question(self) -> bool:
+        with self.condition:
+            self.begun_questions += 1
+            self.is_stopped = self.begun_questions > 1
+            return super().begin_question()
+
+
+def test_a_question_that_was_not_asked_counts_as_no_answer(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "SilenceWatch", StoppedWatch)
+    server.default = 400
+    with raises(ParamsError, "endpoint.refused", url=server.url):
+        ask(server, tmp_path, "a?", "b?")
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_the_last_answer_of_several_servers_is_the_last_in_the_file(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    first_server = ServerIdentity("http://first/v1")
+    second_server = ServerIdentity("http://second/v1")
+    for server, text in ((first_server, "one"), (second_server, "two"), (first_server, "three")):
+        AnswerStore(path).store_answer("k", {}, EndpointAnswer("text", text), server)
+    store = AnswerStore(path)
+    assert store.last_answers == {"k": ("text", "three")}
+    assert [stored.server for stored in store.answers_to("k")] == [second_server, first_server]
 
 
 def test_only_the_question_of_a_revoked_answer_is_asked_again(server, tmp_path):

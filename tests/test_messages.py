@@ -242,13 +242,14 @@ def test_an_error_keeps_class_code_and_fields_when_it_is_pickled() -> None:
     assert error.fault == Fault("images.archive", kind="a tar archive", path=Path("a.png"))
 
 
-def test_a_file_that_cannot_be_read_is_an_error_with_its_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["no JSON\nsecond line", "\n no JSON\nsecond line"])
+def test_a_file_that_cannot_be_read_is_an_error_with_its_cause(text: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     with (
         raises(DataError, "files.unreadable_stage_output", path=file, cause="no JSON", writer="train"),
         data_error_if_unreadable(file, "files.unreadable_stage_output", writer="train"),
     ):
-        raise ValueError("no JSON\nsecond line")
+        raise ValueError(text)
 
 
 @pytest.mark.parametrize("text", ["a.png: is an archive", "a.png: is a tar archive, not an image"])

@@ -65,6 +65,7 @@ VALUES: list[tuple[str, Any, tuple[str, dict[str, Any]]]] = [
     ("train.epochs", 0, wrong("greater_than", value=0)),
     ("train.epochs", math.inf, wrong("finite_number", value=math.inf)),
     ("train.warmup_share", 1.5, wrong("less_than_equal", value=1.5)),
+    ("serve.batch_pairs", 0, wrong("greater_than_equal", value=0)),
     ("promote.confidence", 1.0, wrong("less_than", value=1.0)),
     ("promote.guards.no_change_recall", -0.1, wrong("greater_than_equal", value=-0.1)),
     ("train.precision", "fp16", wrong("literal_error", value="fp16", found="'fp16'")),

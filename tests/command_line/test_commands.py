@@ -1,5 +1,6 @@
 """Every command through `main([...])`: which function it calls, with which arguments, what it prints."""
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -474,6 +475,14 @@ def test_plan_prints_both_phases_and_then_checks_their_memory(monkeypatch, capsy
         ("check_fits", checked | {"plan": alignment_plan}),
         ("check_fits", checked | {"plan": training_plan}),
     ]
+
+
+def test_plan_assumes_the_share_of_the_peak_that_the_docs_name(monkeypatch):
+    recorder = record_plan(monkeypatch, Result(), None, check=None)
+    page = (REPOSITORY / "docs" / "your-data.md").read_text(encoding="utf-8")
+    (percent,) = re.findall(r"the hours assume that the GPU runs at (\d+) % of", page)
+    assert main(["--params", "profiles/paper.yaml", "plan", "--gpu", "H100-80GB"]) == 0
+    assert dict(recorder.calls)["print_plan"]["hfu"] == int(percent) / 100
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,14 @@ def test_parts_of_equal_rates_share_a_line_and_a_frozen_part_has_none(write):
     assert [line.name for line in chart_of(phase, "Learning rate").series] == ["vision and llm"]
 
 
+def test_values_of_every_step_are_lines_without_dots_on_a_linear_scale(write):
+    (phase,) = read_phases(write(*ROWS))
+    for title in ("Learning rate", "Norm of the gradients"):
+        chart = chart_of(phase, title)
+        assert not chart.is_log
+        assert [line.has_dots for line in chart.series] == [False]
+
+
 def test_a_column_without_values_has_no_chart(write):
     (phase,) = read_phases(write("1,2.0", "2,1.0", head="step,loss"))
     drawn = draw_phase(phase)

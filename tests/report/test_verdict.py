@@ -211,6 +211,14 @@ def test_a_commit_of_documents_or_of_the_lock_does_not_change_the_code_of_the_pa
     assert code_of(creation_note(project)) == before
 
 
+def test_a_repository_without_a_commit_of_code_has_no_code_to_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("words\n")
+    git("init", "--quiet")
+    commit("the first", "2026-03-05T23:30:00+00:00")
+    assert creation_note(tmp_path).startswith("page created on ")
+
+
 def test_changed_parameters_that_are_not_committed_are_named(project):
     (project / "params.yaml").write_text("a: 2\n")
     assert code_of(creation_note(project)).endswith(", with changes that were not committed")

@@ -10,17 +10,19 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
+from starlette.datastructures import Headers
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
 from m3diff.models.sample_limits import TrainedOn
-from m3diff.serving import limits
-from m3diff.serving.batcher import OVERLAY_PX
+from m3diff.serving import batcher, limits
+from m3diff.serving.batcher import OVERLAY_PX, RayDeployment
 from m3diff.serving.model_card import ModelCard, TrainingData
 from m3diff.serving.questions import NOTE, UNKNOWN_QUESTION_NOTE
 from m3diff.serving.refusals import RequestRefusedError
@@ -40,7 +42,8 @@ Serve = Callable[..., Service]
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    monkeypatch.setattr(batcher, "load", toy.load_toy)  # replicas of toys set it for their process; here it is restored
     folder = toy.write_toy(tmp_path / "one", "one")
     services = []
 
@@ -539,6 +542,20 @@ def test_a_request_of_too_many_bytes_is_refused(serve):
         assert answer.json()["limit"] == "at most 1 MB a request (serve.max_request_mb)"
 
 
+def test_the_rest_of_a_request_of_too_many_bytes_is_read_up_to_a_limit(serve, monkeypatch):
+    monkeypatch.setattr(limits, "DISCARDED_BYTES", 500_000)
+    sent_parts = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal sent_parts
+        async for part in sent(bytes(100_000), 30):
+            sent_parts += 1
+            yield part
+
+    assert serve(max_request_mb=1).post(CAPTION, **typed(body())).status_code == 413
+    assert sent_parts == 16, "11 parts until the limit is exceeded, and 5 that are discarded"
+
+
 def test_a_chat_of_too_many_bytes_is_refused_in_openais_form(serve):
     answer = serve(max_request_mb=1).post(CHAT, content=bytes(3_000_000))
     assert answer.status_code == 413
@@ -565,6 +582,17 @@ def test_a_full_queue_refuses_at_once_and_loses_no_other_request(serve):
     assert refusals[0].headers["retry-after"] == "1"
     assert refusals[0].json()["limit"] == "at most 3 at a time (serve.max_queue)"
     assert service.post(CAPTION, **PAIR).status_code == 200
+
+
+def test_the_length_of_the_queue_counts_a_request_in_progress(serve):
+    service = serve()
+
+    async def metrics_meanwhile() -> httpx.Response:
+        upload = limits.Upload(lambda: asyncio.sleep(0, {}), Headers(), service.cfg)
+        with service.server.capacity.reserve(upload):
+            return await service.ask("GET", "/metrics")
+
+    assert "m3diff_queue_length 1.0" in service.run(metrics_meanwhile()).text.splitlines()
 
 
 def large_image() -> bytes:
@@ -618,6 +646,27 @@ def test_an_answer_that_takes_too_long_is_cancelled(serve, monkeypatch):
     assert len(captioned) < 8, "pairs whose clients are gone were captioned"
     service.server.settings = service.cfg.model_copy(update={"answer_s": 60})
     assert service.post(CAPTION, **PAIR).status_code == 200, "the model goes on"
+
+
+class EndlessResponse:
+    """The response of a replica on a cluster that never answers."""
+
+    is_cancelled = False
+
+    def __await__(self) -> Any:
+        return asyncio.Event().wait().__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_a_question_to_a_cluster_is_cancelled_if_nobody_waits_for_it_any_more():
+    response = EndlessResponse()
+    deployment = RayDeployment.__new__(RayDeployment)
+    deployment.handle = SimpleNamespace(ask=SimpleNamespace(remote=lambda request: response))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(deployment.ask(None), 0.01))
+    assert response.is_cancelled
 
 
 OTHER_TOKENS = {

@@ -79,6 +79,12 @@ def test_the_option_that_answers_a_doubt_keeps_the_texts_that_it_has(placeholder
     assert "{no_caption: ['-', nan]}" in str(refused.value)
 
 
+def test_pairs_without_a_caption_are_counted_with_their_rows(placeholder_root):
+    options = CAPTION_COLUMN | {"no_caption": ["nan"]}
+    _, output = check_folder(placeholder_root, {"reader": "pairs", "root": str(placeholder_root), "options": options})
+    assert "  pairs without a caption, which are skipped: 1\n    data.csv, line 2" in output
+
+
 def test_pairs_whose_captions_stand_for_none_are_passed_over_and_counted(tmp_path, capsys):
     root = tmp_path / "raw"
     write_captions(root, ["nan"], ["a car left", "NaN "], ["-"], ["a tree was cut"])

@@ -145,6 +145,13 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
             assert saliency_maps == [None] * len(captions)
 
 
+def test_a_worker_loads_the_model_and_captions_its_batches_in_order(checkpoint, mixture):
+    batches = in_batches(mixture)[:2]
+    worker_predictions = list(stage.CaptionWorker(job(checkpoint)).caption(batches))
+    assert [number for number, _ in worker_predictions] == [10, 11]
+    assert [len(predictions) for _, predictions in worker_predictions] == [1, 1]
+
+
 @pytest.mark.slow(85)
 def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
     broken = write_test_split(tmp_path / "mixture")
@@ -293,7 +300,7 @@ def test_ray_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(stage, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(stage, "_caption_with_new_workers", lambda *_: iter([1 / 0] if ended else []))
+    monkeypatch.setattr(stage, "_caption_with_new_workers", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]

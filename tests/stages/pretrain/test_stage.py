@@ -374,6 +374,14 @@ def test_an_object_covers_its_square_and_moves_with_the_camera():
     assert (rows.max() + 1) / 200 == pytest.approx(0.7 + 0.285, abs=0.01)
 
 
+def test_a_point_on_the_edge_of_a_square_is_outside_it(monkeypatch):
+    monkeypatch.setattr(stage, "MARK_WIDTH", 0.5)
+    scene = Scene((), (Mark(4),), view=View())  # from 0.25 to 0.75
+    assert classify_points(scene, 3, 3)[1, 1, 0] == MARK_CLASS
+    assert not classify_points(scene, 3, 2)[..., 0].any()
+    assert not classify_points(scene, 2, 3)[..., 0].any()
+
+
 @pytest.mark.parametrize("level", ["grid", "free"])
 def test_the_classes_lie_where_the_picture_shows_the_objects(level):
     """Inside an object, the picture has the object's colours and not the table's."""

@@ -740,6 +740,30 @@ def test_what_differs_from_dvc_lock_or_was_never_there_has_no_lineage(project):
         Lock().verified_hash(Path("nowhere"))
 
 
+def test_only_runs_that_no_version_and_no_other_process_uses_are_removed():
+    def make_run(run_id: str, status: str) -> SimpleNamespace:
+        info = SimpleNamespace(run_id=run_id, status=status, start_time=1000 * time.time())
+        return SimpleNamespace(info=info, data=SimpleNamespace(tags={}))
+
+    runs = [make_run("used", "FINISHED"), make_run("left behind", "FAILED"), make_run("being written", "RUNNING")]
+    removed: list[str] = []
+    client = SimpleNamespace(
+        search_runs=lambda *arguments: PagedList(runs, None),
+        search_logged_models=lambda *arguments: PagedList([], None),
+        delete_run=removed.append,
+    )
+    identity = dict.fromkeys(lineage.IDENTITY_TAGS, "1")
+    stage.remove_other_runs(client, "1", identity, SimpleNamespace(run_id="used"))
+    assert removed == ["left behind"]
+
+
+def test_a_model_requires_the_installed_versions_without_local_labels(monkeypatch):
+    installed_versions = {"m3diff": "0.1.0", "torch": "2.13.0+cpu"}
+    monkeypatch.setattr(stage, "REQUIREMENTS", tuple(installed_versions))
+    monkeypatch.setattr(stage, "installed_version", installed_versions.get)
+    assert stage.pin_requirements() == ["m3diff==0.1.0", "torch==2.13.0"]
+
+
 def test_adapters_are_found_only_if_versions_keep_adapters(tmp_path):
     fields = {"tracking_uri": "sqlite:///mlflow.db", "experiment": "m3diff", "model_name": "m3diff"}
     settings = [Register(**fields, keeps=keeps) for keeps in ("adapters", "merged")]

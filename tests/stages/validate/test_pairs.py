@@ -143,6 +143,16 @@ def test_a_grey_jpeg_of_a_coloured_image_is_a_change(tmp_path):
     assert compare_images(before, after, 100) == CHANGED
 
 
+@pytest.mark.parametrize("size", [(4, 4), (160, 3)], ids=str)
+def test_an_image_of_a_few_pixels_is_compared_as_a_whole(tmp_path, size):
+    noise = np.random.default_rng(1).integers(0, 240, (*size, 3), dtype=np.uint8)
+    before = save_image(Image.fromarray(noise), tmp_path / "before.png")
+    lighter = save_image(Image.fromarray(noise + 1), tmp_path / "lighter.png")
+    brighter = save_image(Image.fromarray(noise + 9), tmp_path / "brighter.png")
+    assert compare_images(before, lighter, 100) == NOISE
+    assert compare_images(before, brighter, 100) == CHANGED
+
+
 @pytest.mark.parametrize(("compare_px", "likeness"), [(100, FAINT), (1000, CHANGED)])
 def test_a_change_is_faint_only_at_the_resolution_of_the_model(tmp_path, compare_px, likeness):
     image = Image.new("RGB", (2000, 1500), (90, 60, 30))
