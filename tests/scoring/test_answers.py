@@ -66,6 +66,7 @@ def test_an_answer_matches_any_reference_that_is_not_blank(prediction, reference
         ("one hundred and five", ["105"], False),
         ("two hundred sixteen", ["216"], False),
         ("twenty ten", ["20", "10"], False),
+        ("ten five", ["10", "5"], False),
         ("There are two buildings.", ["2"], True),
         ("one of two", ["1", "2"], True),
         ("between 2-3 and 4", ["2", "3", "4"], True),

@@ -236,3 +236,13 @@ def test_some_pairs_of_a_protocol_are_in_its_groups():
     only_captions = replace(protocol, pairs=pairs[2:])
     assert only_captions.select("texts") is only_captions
     assert not any(group.startswith("by_kind") for group in only_captions.groups)
+
+
+def test_short_answers_are_in_no_group_by_length_and_do_not_count_as_a_script():
+    texts = [make_question(n, "ein Haus wurde gebaut " * n, question=None) for n in (1, 4)]
+    answers = [make_question(n, "新增", kind="short") for n in range(5, 9)]
+    protocol = ProtocolPairs("toy", Protocol("test", published_pairs=None), [*texts, *answers])
+    assert protocol.groups["by_length/1-9"] == ["toy/1"]
+    assert protocol.groups["by_length/10-19"] == ["toy/4"]
+    assert protocol.script_counts.texts == 2
+    assert not protocol.counts_characters

@@ -135,6 +135,7 @@ def test_the_page_shows_questions_history_and_as_many_images_as_a_record_has(fol
     assert answer["grade"] == 1
     assert entries["0?1"]["captions"][0]["grade"] == 2
     assert entries["none"]["captions"][0]["grade"] == 0
+    assert gallery_of(page)["graded"], "most records have an answer that is right or wrong"
     assert gallery_of(page)["kinds"] == ["colour", "count", "describe", "yes/no"]
     header, *rows = table(page, "answers")
     assert header == ["Question", "n", "exact match", "yes or no", "number", "choice"]
@@ -150,6 +151,15 @@ def test_the_page_shows_questions_history_and_as_many_images_as_a_record_has(fol
     assert "Their exact match changes from 66.7% to 33.3%" in text_of(page)
     assert "answered 6 questions about images" in text_of(page)
     assert "described what changed in 2 pairs" in text_of(page)
+
+
+def test_the_table_of_answers_has_intervals_of_each_kind(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "MIN_PAIRS", 2)
+    run_evaluate(folders, tmp_path / "out")
+    rows = {row[0]: row[1:] for row in table((tmp_path / "out/report.html").read_text(), "answers")}
+    assert rows["count"][3] == "50.0 0.0–100.0"
+    assert rows["colour"][4] == "100.0", "one question is too few for an interval"
+    assert "–" in rows["all questions"][1]
 
 
 def test_a_control_of_a_record_with_one_image_is_refused(folders):
