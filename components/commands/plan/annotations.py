@@ -54,7 +54,7 @@ def plan_samples(entries: Mapping[str, DatasetEntry], convert: Convert) -> Plann
             tables.append(samples)
     if not tables:
         return PlannedSamples(samples=None, unread=unread)
-    use = pl.struct("dataset", "record", "copy").rle_id().alias("use")
+    use = pl.struct("dataset", "image_set", "copy").rle_id().alias("use")
     return PlannedSamples(samples=pl.concat(tables).with_columns(use), unread=unread)
 
 

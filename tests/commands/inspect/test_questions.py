@@ -34,7 +34,7 @@ def test_a_check_counts_kinds_images_turns_and_marks_with_their_first_rows(tmp_p
     assert "kinds of questions: count (3), no kind (1)" in lines
     assert "images a row: 2 (3), 1 (1, the first is m.json, record 2)" in lines
     assert "turns a row: 1 (3), 2 (1, the first is m.json, record 1)" in lines
-    assert "<image> inside the text of a question: 1 rows, the first is m.json, record 2" in lines
+    assert "<image> inside the text of a question: 1 row, the first is m.json, record 2" in lines
 
 
 def test_a_column_history_is_proposed_with_the_question(tmp_path):

@@ -163,7 +163,7 @@ def write_mixture(folder: Path, rows: list[tuple[str, str, str, str]] = ROWS, sh
     size = -(-len(rows) // shards)
     for shard in range(shards):
         columns = [list(column) for column in zip(*rows[shard * size : (shard + 1) * size], strict=True)]
-        table = pa.table(columns, names=["record", "dataset", "question", "answer"])
+        table = pa.table(columns, names=["image_set", "dataset", "question", "answer"])
         pq.write_table(table, folder / f"train/{shard:05d}.parquet")
     return folder
 

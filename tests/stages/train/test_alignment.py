@@ -121,7 +121,7 @@ def test_a_phase_takes_the_samples_of_its_datasets(chosen, datasets, count, mixt
 
 def test_a_phase_has_the_pairs_of_its_datasets(mixture):
     couples = read_samples(mixture / "train", DatasetFilter(("couples",), excludes=False))
-    assert len(couples.pairs()) == 6
+    assert len(couples.image_sets()) == 6
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,15 @@ def test_a_split_is_all_files_of_its_folder_in_their_order_of_any_writer(mixture
     before, after = expected["images"][1]
     assert split_samples.images(1) == ((before["uri"], before["sha256"]), (after["uri"], after["sha256"]))
     rows_by_pair: dict[str, list[int]] = {}
-    for row, pair in enumerate(expected["record"]):
+    for row, pair in enumerate(expected["image_set"]):
         rows_by_pair.setdefault(pair, []).append(row)
-    pairs = [rows.tolist() for rows in split_samples.pairs()]
+    pairs = [rows.tolist() for rows in split_samples.image_sets()]
     assert pairs == list(rows_by_pair.values()), "a pair may lie across two row groups"
 
 
 def test_samples_of_one_pair_that_are_no_neighbours_are_one_pair():
     table = pl.DataFrame({name: ["a", "b", "b", "a"] for name in SCHEMA})
-    assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]]
+    assert [rows.tolist() for rows in Samples(table).image_sets()] == [[0], [1, 2], [3]]
 
 
 def test_a_mixture_without_a_training_split_is_refused(tmp_path):
@@ -64,13 +64,14 @@ def test_a_mixture_without_a_training_split_is_refused(tmp_path):
 def test_a_mixture_without_a_validation_split_has_no_pair_of_it(tmp_path):
     (tmp_path / "val").mkdir()
     pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "val" / "00000.parquet")
-    assert read_samples(tmp_path / "val").pairs() == []
+    assert read_samples(tmp_path / "val").image_sets() == []
 
 
 def samples(pairs: int = 7) -> Samples:
     rows = [(f"p{pair}", k) for pair in range(pairs) for k in range(1 + pair % 4)]
     values = [str(k) for _, k in rows]
-    return Samples(pl.DataFrame({name: [pair for pair, _ in rows] if name == "record" else values for name in SCHEMA}))
+    names = [pair for pair, _ in rows]
+    return Samples(pl.DataFrame({name: names if name in ("record", "image_set") else values for name in SCHEMA}))
 
 
 def samples_of_questions(*questions: str) -> Samples:
@@ -100,7 +101,7 @@ def schedule(split_samples: Samples | None = None, **changes: int | float | None
 def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair(max_captions):
     """A different order of random draws would change the weights of a run."""
     plan = schedule(samples(23), max_captions=max_captions)
-    names = plan.samples.table["record"].to_list()
+    names = plan.samples.table["image_set"].to_list()
     epoch_0, epoch_1 = ([rows.tolist() for rows in plan.epoch(epoch)] for epoch in (0, 1))
     assert epoch_0 != epoch_1
     for sequences in (epoch_0, epoch_1):
@@ -164,8 +165,8 @@ def loader(mixture: Path, base: Path) -> Loader:
 def test_a_micro_batch_has_its_images_by_turns_and_supervises_what_counts(loader):
     training_samples = loader.samples
     encode = loader.processor.encode_answer
-    second = training_samples.pairs()[2]
-    third = training_samples.pairs()[3]
+    second = training_samples.image_sets()[2]
+    third = training_samples.image_sets()[3]
     batch = loader.build([(second, 1), (third, 0)])
     files = [file for rows in (second, third) for file in training_samples.images(rows[0])]
     for image, file in zip(batch.images["pixels"], files, strict=True):
@@ -184,7 +185,7 @@ def shifted(prepared: Prepared, rng: np.random.Generator) -> Prepared:
 
 def test_what_trains_is_augmented_by_seed_epoch_and_row(loader):
     fed = Loader(loader.samples, loader.processor, loader.packing, 2, loader.device, shifted)
-    chosen = [(rows, 1) for rows in loader.samples.pairs()]
+    chosen = [(rows, 1) for rows in loader.samples.image_sets()]
     plain = loader.build(chosen).images["pixels"]
     assert torch.equal(fed.build(chosen).images["pixels"], plain), "for validation and the check of packing"
     assert torch.equal(loader.build(chosen, (1, 0)).images["pixels"], plain), "a family without augmentation"
