@@ -241,11 +241,8 @@ def read(
         checks.finish()
         checks.notes.extend(skipped_rows.notes())
 
-    pairs = merge_rows(read_rows(), across_splits=True)
-    pairs_with_captions = _drop_placeholders(pairs, no_caption or (), checks.notes)
-    if shares is None:
-        return RowsWithNotes(pairs_with_captions, checks.notes)
-    return RowsWithNotes(_draw_lazily(root, pairs_with_captions, shares, checks.notes), checks.notes)
+    pairs = _drop_placeholders(merge_rows(read_rows(), across_splits=True), no_caption or (), checks.notes)
+    return RowsWithNotes(pairs if shares is None else _draw_lazily(root, pairs, shares, checks.notes), checks.notes)
 
 
 def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:

@@ -54,9 +54,10 @@ from m3diff.stages.pretrain.stage import (
 from tests.tiny import BASE, image_inputs, pair_inputs, pair_prompt
 
 SMALL_SIZES = {"image_px": 64, "vision_px": 24, "patch_px": 8, "width": 32, "vision_layers": 1, "text_layers": 2}
-DATA = {"seed": 11, "scenes": 60, "held_out": 12, "images_per_batch": 8}
+DATA = {"seed": 11, "scenes": 60, "held_out": 12, "images_per_batch": 8, "levels": ("grid",)}
 RATES = {"lr_matrices": 0.01, "lr": 0.01, "warmup_steps": 3, "weight_decay": 0.05}
-CFG = Pretrain(**SMALL_SIZES, **DATA, **RATES, steps=24, first_task_steps=6, threads=1)
+STEPS = {"segmentation_steps": 0, "steps": 24, "first_task_steps": 6}
+CFG = Pretrain(**SMALL_SIZES, **DATA, **RATES, **STEPS, threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -182,9 +183,9 @@ def test_levels_and_tasks_must_exist(change):
         Pretrain.model_validate(CFG.model_dump() | change)
 
 
-def test_the_default_is_the_grid_and_all_tasks():
+def test_the_default_is_both_levels_and_all_tasks():
     values = {key: value for key, value in CFG.model_dump().items() if key not in ("levels", "tasks")}
-    assert Pretrain.model_validate(values) == CFG
+    assert Pretrain.model_validate(values) == CFG.model_copy(update={"levels": ("grid", "free")})
 
 
 def test_both_levels_are_learnt_in_turn_with_an_encoder_frozen_for_the_first_task(tmp_path):

@@ -163,7 +163,7 @@ def test_the_manifest_of_the_output_names_family_base_and_question(undisturbed, 
     assert (
         manifest["trained_on"]
         == verify_manifest(checkpoint / "adapters")["trained_on"]
-        == {"question": "What changed?"}
+        == {"question": "What changed?", "own_questions": False, "images": [2], "turns": 1}
     )
     assert manifest["base_sha256"] == sha256_of_folder(base)
     assert (checkpoint / manifest["base"]).resolve() == base.resolve()
@@ -235,7 +235,7 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(workspace, monkeypat
     scores = iter([0.2, 0.9, 0.5])
     weights_by_step = {}
     original_save = Training.save
-    monkeypatch.setattr(loop.Validation, "cider", lambda self, engine: {"val_cider": next(scores)})
+    monkeypatch.setattr(loop.Validation, "score_answers", lambda self, engine: {"val_cider": next(scores)})
 
     def save_and_keep(training: Training, step: int) -> Path:
         folder = original_save(training, step)
