@@ -29,12 +29,14 @@ from m3diff.endpoint.transport import EndpointError
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.sample import ImageRef, Turn
 from m3diff.records.schemas import SAMPLE_SCHEMA
+from m3diff.records.tables import read_table
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.stages.evaluate.stage import evaluate
 from m3diff.stages.predict.stage import PredictionItem
 from tests.chat import Fault as ServerFault
 from tests.chat import Server, chat_server
 from tests.errors import raises
+from tests.layouts import write_record_table
 from tests.scoring import bench
 
 REFUSED = {"content": None, "refusal": "I will not say."}
@@ -116,11 +118,10 @@ def test_both_images_go_in_one_message_with_the_pair_s_own_question(server, fold
 
 def set_own_questions(folders: bench.Folders, questions: dict[str, str]) -> None:
     """Give records questions of their own, as validate writes them."""
-    path = folders.clean / "records.parquet"
-    table = pq.read_table(path)
-    own_questions = pa.array([questions.get(record_id) for record_id in table["id"].to_pylist()], pa.string())
-    columns = [name for name in table.column_names if name != "question"]
-    pq.write_table(table.select(columns).append_column("question", own_questions), path)
+    records = read_table(folders.clean / "records").to_pylist()
+    for record in records:
+        record["question"] = questions.get(record["id"])
+    write_record_table(folders.clean / "records", records)
 
 
 def test_only_the_question_of_a_record_is_sent_with_the_prompt_for_short_answers(server, folders, tmp_path):

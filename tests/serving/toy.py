@@ -305,8 +305,8 @@ def command(root: Path, *options: str, toy: bool = True, port: int | None = None
         changes: changed values in the section `serve`.
     """
     values = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
-    values["serve"] |= changes
-    values["register"]["tracking_uri"] = f"sqlite:///{root}/mlflow.db"
+    values["serve"] = changes
+    values["register"] = {"tracking_uri": f"sqlite:///{root}/mlflow.db"}
     values["train"]["base"] = str(REPOSITORY / values["train"]["base"])
     (root / "params.yaml").write_text(yaml.safe_dump(values))
     module = "tests.serving.toy" if toy else "m3diff"

@@ -211,7 +211,7 @@ def _fault_without_test_pairs(rows: SplitRows, out: Path) -> Fault:
         "validate.all_test_pairs_quarantined",
         rows=lost_pairs.height,
         first=_first_reason(lost_pairs),
-        quarantine=out / "quarantine.parquet",
+        quarantine=out / "quarantine",
         page=out / "docs" / "index.html",
     )
 

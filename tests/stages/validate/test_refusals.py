@@ -100,7 +100,7 @@ COUNTS = {"train": 6, "val": 2, "test": 4}
 def without_test_images(raw, quick) -> Path:
     """Records in which an image of every test pair is missing."""
     run_ingest(raw)
-    records = pl.read_parquet(raw.parent / "records/mini/records.parquet")
+    records = pl.read_parquet(raw.parent / "records/mini/records")
     for images in records.filter(own_split="test")["images"]:
         Path(images[1]["uri"]).unlink()
     run_ingest(raw)
@@ -111,8 +111,8 @@ def test_a_run_whose_test_pairs_are_all_quarantined_says_so_and_where_they_are(w
     run_validate(without_test_images)
     output = capsys.readouterr().out
     clean = without_test_images / "clean"
-    lost_pairs = pl.read_parquet(clean / "quarantine.parquet").filter(split="test")
-    where = {"quarantine": clean / "quarantine.parquet", "page": clean / "docs" / "index.html"}
+    lost_pairs = pl.read_parquet(clean / "quarantine").filter(split="test")
+    where = {"quarantine": clean / "quarantine", "page": clean / "docs" / "index.html"}
     assert lost_pairs.height > 0
     assert Message("validate.all_test_pairs_quarantined", rows=lost_pairs.height, **where).in_text(output)
     assert not Message("validate.no_test_pairs").in_text(output)
