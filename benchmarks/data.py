@@ -64,6 +64,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.machine import describe_machine, write_results  # noqa: E402
 from benchmarks.pictures import PX, write_picture_pair  # noqa: E402
 from m3diff.datasets import DATASETS  # noqa: E402
+from m3diff.records.tables import part_paths  # noqa: E402
 from m3diff.runtime import prepare  # noqa: E402
 from m3diff.settings.load import load_params  # noqa: E402
 from m3diff.stages.convert.stage import load_questions  # noqa: E402
@@ -460,13 +461,15 @@ def peer_order(params: Path, mode: str, out: Path) -> dict[str, Any]:
     """
     values = load_params(params)
     convert = values.convert
-    assert convert.references_per_pair is None, convert
+    assert convert.references_per_question is None, convert
     assert convert.no_change_share == 1.0, convert
     assert convert.sources == {}, convert
     questions = load_questions(ROOT / convert.questions)
     return {
         "mode": mode,
-        "records": [str(values.paths.records / name / "records.parquet") for name in values.ingest.datasets],
+        "records": [
+            str(part) for name in values.ingest.datasets for part in part_paths(values.paths.records / name / "records")
+        ],
         "out": str(out),
         "questions": {name: questions[DATASETS[entry.reader].task] for name, entry in values.ingest.datasets.items()},
         "seed": convert.seed,

@@ -74,7 +74,6 @@ ingest:
     own: {reader: pairs, root: raw/own, options: {manifest: pairs.jsonl}}
 validate: {max_quarantined_share: 1.0, max_leaked_share: 1.0, allow_lost_test_pairs: true}
 convert:
-  questions: profiles/questions.yaml
   sources:
     {coupled: {task: describe}, minichange_free: {weight: 0.5}, edits: {max_pairs: 12}, neighbours: {max_pairs: 12}}
 train: {base: data/00_base, global_batch: 8, epochs: 0.5}

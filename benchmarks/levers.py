@@ -15,12 +15,11 @@ A packed sequence contains all references of a pair after a single prompt. Each 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,18 +28,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
 
+from m3diff.models.contract import Branch, Prepared, TrainingSequence
 from m3diff.models.device import Device
 from m3diff.models.fused import make_fused, register_kernels
 from m3diff.models.m3diff import FAMILY as M3DIFF
 from m3diff.models.m3diff import LARGE_BASE, M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
-from m3diff.models.processing import M3DiffImageProcessor
-from m3diff.models.settings import Lora, Rates
+from m3diff.models.masks import MaskedRows, RowBatch, pack
+from m3diff.models.processing import IMAGE, M3DiffImageProcessor, M3DiffProcessor
+from m3diff.models.settings import Lora
 from m3diff.models.tuning import meta_model, prepare_for_training, trainable_groups
-from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import peak_flops
-from m3diff.stages.train.packing import pack
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative tolerance
 PAD = 0
@@ -48,8 +47,6 @@ TRAINED_BYTES = 18  # bytes per trained parameter: a bf16 weight, and an fp32 ma
 FROZEN_BYTES = 2  # bytes per frozen parameter: a bf16 weight
 BENCHMARKS = Path(__file__).parent
 BASE = BENCHMARKS.parent / "data" / "00_base"
-
-Branches = list[tuple[list[int], list[int]]]  # for each reference of a pair: token IDs of the prompt and the reference
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ class Size:
     """The shapes of a model and the data of one measured step.
 
     Attributes:
-        groups: the branches of each pair.
+        groups: the branches of each pair, one for each reference.
         micro: number of sequences per micro-batch, which is halved until the micro-batch fits in memory. The key is
             `packed` for packed variants, otherwise the variant's kind of activation checkpointing.
         step_pairs: number of pairs per optimizer step in real training, among which the optimizer's time is divided.
@@ -117,14 +114,14 @@ class Size:
     name: str
     config: M3DiffConfig
     lora_rank: int
-    groups: list[Branches]
+    groups: list[list[Branch]]
     micro: dict[str, int]
     step_pairs: int
 
     @property
     def settings(self) -> M3DiffSettings:
         """Training settings with the paper's learning rates and a LoRA alpha of twice the rank."""
-        rates = Rates(vision=2e-6, projector=1e-5, module=1e-5, llm=1e-5)
+        rates = {"vision": 2e-6, "projector": 1e-5, "module": 1e-5, "llm": 1e-5}
         return M3DiffSettings("m3diff", self.config.module_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
 
     @property
@@ -132,32 +129,48 @@ class Size:
         """Number of captions in the measured step."""
         return sum(len(group) for group in self.groups)
 
-    def sequences_by_micro_batch(self, variant: Variant) -> list[list[tuple[int, Branches]]]:
-        """Divide the captions into micro-batches, which are lists of sequences.
-
-        A sequence is a tuple (index of the pair, branches).
-        """
-        sequences = list(enumerate(self.groups))
-        if not variant.packed:
-            sequences = []
-            for number, group in enumerate(self.groups):
-                sequences += [(number, [branch]) for branch in group]
+    def micro_batches(self, variant: Variant) -> list[list[TrainingSequence]]:
+        """Divide the captions into micro-batches, which are lists of sequences."""
+        sequences: list[TrainingSequence] = []
+        for images, group in zip(self.images, self.groups, strict=True):
+            if variant.packed:
+                sequences.append(TrainingSequence(images, group))
+            else:
+                sequences += [TrainingSequence(images, [branch]) for branch in group]
         size = self.micro["packed" if variant.packed else variant.activation_checkpointing]
         return [sequences[start : start + size] for start in range(0, len(sequences), size)]
 
-    def micro_batches(self, variant: Variant) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """Yield the micro-batches in the form for training, each with the lengths of its sequences in tokens."""
-        for sequences in self.sequences_by_micro_batch(variant):
-            packed = pack([group for _, group in sequences])
-            images = torch.from_numpy(np.concatenate([self.images[number] for number, _ in sequences]))
-            lengths = torch.bincount(packed.sequences).tolist()
-            yield MicroBatch(packed, images, torch.ones(len(packed.labels))), lengths
+    def sequence_lengths(self, variant: Variant) -> list[list[int]]:
+        """Return the lengths in tokens of the sequences of each micro-batch."""
+        lengths: list[list[int]] = []
+        for sequences in self.micro_batches(variant):
+            packed = pack([sequence.branches for sequence in sequences])
+            lengths.append(torch.bincount(packed.sequences).tolist())
+        return lengths
 
     @cached_property
-    def images(self) -> np.ndarray:
-        """Prepared images of all pairs, filled with noise. The array is uint8 [pairs, 2, side, side, 3]."""
+    def supervised_tokens(self) -> int:
+        """Number of tokens of all captions."""
+        return sum(answer_length(branch) for branch in chain.from_iterable(self.groups))
+
+    @cached_property
+    def images(self) -> list[Prepared]:
+        """Prepared images of each pair, filled with noise."""
         side = self.config.vision_config.image_size
-        return np.random.default_rng(0).integers(0, 256, (len(self.groups), 2, side, side, 3), dtype=np.uint8)
+        shape = (len(self.groups), 2, side, side, 3)
+        pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
+        marks = (IMAGE * (self.config.image_tokens // 2),) * 2
+        return [Prepared({"pixels": pixels_of_pair}, marks) for pixels_of_pair in pixels]
+
+
+def make_branch(prompt: list[int], answer: list[int]) -> Branch:
+    """Return the branch of a prompt and its answer, both as token IDs."""
+    return Branch([*prompt, *answer], [(len(prompt), len(prompt) + len(answer))])
+
+
+def answer_length(branch: Branch) -> int:
+    """Return the number of tokens of a branch's answers."""
+    return sum(end - start for start, end in branch.spans)
 
 
 def tiny(pairs: int = 16) -> Size:
@@ -175,7 +188,7 @@ def tiny(pairs: int = 16) -> Size:
         ids = tokenizer(prompt.replace("<image>", image), add_special_tokens=False)["input_ids"]
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair["references"]]
-        groups.append([(ids, [*reference, end]) for reference in references])
+        groups.append([make_branch(ids, [*reference, end]) for reference in references])
     micro = {"none": 40, "selective": 40, "full": 40, "packed": 16}
     return Size(name="tiny", config=config, lora_rank=32, groups=groups, micro=micro, step_pairs=16)
 
@@ -195,7 +208,7 @@ def seven_b(layers: int = 28, pairs: int = 6) -> Size:
         words = rng.integers(0, 150_000, 28).tolist()
         prompt = [*words[:14], *[config.image_token_id] * (2 * (side**2 + 1)), *words[14:], 198]
         lengths = rng.permutation([9, 12, 14, 16, 18, 21, 15][: 7 if number % 6 == 5 else 6])
-        groups.append([(prompt, rng.integers(0, 150_000, length).tolist()) for length in lengths])
+        groups.append([make_branch(prompt, rng.integers(0, 150_000, length).tolist()) for length in lengths])
     micro = {"none": 3, "selective": 6, "full": 6, "packed": 3}
     return Size(name="7B", config=config, lora_rank=128, groups=groups, micro=micro, step_pairs=42)
 
@@ -235,6 +248,21 @@ class MasterAdamW:
                     weight.copy_(master)
 
 
+class PixelProcessor:
+    """The part of M3Diff's processor that a training step uses. It needs no tokenizer, which the 7B model lacks here.
+
+    Args:
+        side: width and height of the model's images in pixels.
+    """
+
+    pad_id = PAD
+    collate = M3DiffProcessor.collate
+    image_inputs = M3DiffProcessor.image_inputs
+
+    def __init__(self, side: int) -> None:
+        self.image_processor = M3DiffImageProcessor(size={"height": side, "width": side})
+
+
 @dataclass
 class Bench:
     """The model and data that all variants share."""
@@ -254,11 +282,8 @@ class Bench:
             self.optimizer = MasterAdamW(self.adapted, self.size.settings)
         self.initial_weights = [weight.detach().cpu().clone() for weight in self.optimizer.weights]
         self.mdp = self.model.model.mdp
-        side = self.size.config.vision_config.image_size
-        self.to_pixels = M3DiffImageProcessor(size={"height": side, "width": side}).to_pixels
-        self.processor: Any = SimpleNamespace(pad_id=PAD, image_inputs=self.image_inputs)
-        branches = chain.from_iterable(self.size.groups)
-        self.tokens = sum(len(reference) for _, reference in branches)
+        self.processor: Any = PixelProcessor(self.size.config.vision_config.image_size)
+        self.packing = MaskedRows()
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -274,7 +299,9 @@ class Bench:
         self.model.model.mdp = self.mdp if variant.mdp else None
         self.model.set_attn_implementation("sdpa" if variant.stock else register_kernels())
         make_fused(self.model, variant.activation_checkpointing, stock=not variant.fused)
-        self.batches = [complete(batch, self.device, PAD) for batch, _ in self.size.micro_batches(variant)]
+        self.batches = [
+            self.packing.batch(sequences, self.processor, self.device) for sequences in self.size.micro_batches(variant)
+        ]
 
     def run(self, variant: Variant) -> float:
         """Run the forward and backward passes over all captions and return the mean loss per supervised token.
@@ -282,33 +309,33 @@ class Bench:
         `use_variant` must be called first.
         """
         total = torch.zeros((), device=self.device.torch)
-        for sequences, batch in zip(self.size.sequences_by_micro_batch(variant), self.batches, strict=True):
+        for sequences, batch in zip(self.size.micro_batches(variant), self.batches, strict=True):
             if variant.stock:
                 loss = self.stock_loss(sequences, batch)
             else:
-                loss = token_loss(self.adapted, batch, self.processor, self.device)
-            (loss / self.tokens).backward()
+                loss = token_loss(self.adapted, batch, self.packing, self.processor, self.device)
+            (loss / self.size.supervised_tokens).backward()
             total += loss.detach()
-        return float(total) / self.tokens
+        return float(total) / self.size.supervised_tokens
 
-    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """Return the model's image inputs, as M3Diff's processor would."""
-        return {"pixel_values": self.to_pixels(prepared), "batch_num_images": torch.full((len(prepared) // 2,), 2)}
-
-    def stock_loss(self, sequences: list[tuple[int, Branches]], batch: MicroBatch) -> Tensor:
+    def stock_loss(self, sequences: list[TrainingSequence], batch: RowBatch) -> Tensor:
         """Return the summed loss of transformers' own loss function, with one right-padded caption per row."""
-        captions = list(chain.from_iterable(branches for _, branches in sequences))
-        ids = [torch.tensor([*prompt, *reference]) for prompt, reference in captions]
-        labels = [torch.tensor([-100] * len(prompt) + list(reference)) for prompt, reference in captions]
+        captions = list(chain.from_iterable(sequence.branches for sequence in sequences))
+        ids = [torch.tensor(caption.ids) for caption in captions]
+        labels = []
+        for caption, tokens in zip(captions, ids, strict=True):
+            labels.append(torch.full_like(tokens, -100))
+            for start, end in caption.spans:
+                labels[-1][start:end] = tokens[start:end]
         mask = pad_sequence([torch.ones_like(tokens) for tokens in ids], batch_first=True)
         mean = self.adapted(
             input_ids=self.device.move(pad_sequence(ids, batch_first=True, padding_value=PAD)),
             attention_mask=self.device.move(mask),
             labels=self.device.move(pad_sequence(labels, batch_first=True, padding_value=-100)),
             use_cache=False,
-            **self.image_inputs(self.device.move(batch.images)),
+            **self.processor.image_inputs(batch.images, self.device.torch),
         ).loss
-        return mean * len(batch.packed.labels)
+        return mean * len(batch.labels)
 
 
 @dataclass
@@ -329,15 +356,14 @@ class Measurement:
         """
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
         seconds = statistics.median(self.run_s) + optimizer
-        batches = list(size.micro_batches(self.variant))
-        lengths = list(chain.from_iterable(sequences for _, sequences in batches))
-        rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": len(lengths) / seconds}
+        sequence_counts = [len(sequences) for sequences in size.micro_batches(self.variant)]
+        rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": sum(sequence_counts) / seconds}
         spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
         figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread}
         figures["peak_gb"] = self.peak_gb
         if peak_tflops:
             figures["mfu"] = model_flops(size, self.variant) / seconds / (peak_tflops * 1e12)
-        return figures | {"micro_batch": max(len(sequences) for _, sequences in batches)}
+        return figures | {"micro_batch": max(sequence_counts)}
 
 
 def warm_up(bench: Bench, variant: Variant) -> Measurement | str:
@@ -460,15 +486,14 @@ def planned_gb(size: Size, variant: Variant, precision: str) -> float | None:
     """
     if precision != "bf16" or variant.stock or not variant.fused:
         return None
-    micro = max(len(lengths) for _, lengths in size.micro_batches(variant))
+    micro = max(len(sequences) for sequences in size.micro_batches(variant))
     return static_gb(size) + planned_activations_gb(size, variant, precision) * micro
 
 
 def model_flops(size: Size, variant: Variant) -> float:
     """Return the FLOPs of the forward and backward passes over all captions, without recomputation."""
-    batches = list(size.micro_batches(variant))
-    lengths = list(chain.from_iterable(sequences for _, sequences in batches))
-    supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
+    lengths = list(chain.from_iterable(size.sequence_lengths(variant)))
+    supervised = size.supervised_tokens / len(lengths)
     terms = M3DIFF.flops(meta_model(size.config, M3DIFF, size.settings), sum(lengths) / len(lengths), supervised)
     return len(lengths) * sum(term.total for term in terms)
 
@@ -478,9 +503,11 @@ def planned_activations_gb(size: Size, variant: Variant, precision: str) -> floa
     from m3diff.commands.plan.memory import count_activations
 
     pair = Size("one", size.config, size.lora_rank, size.groups[:1], size.micro, 1)
-    batch, lengths = next(pair.micro_batches(variant))
+    sequences = pair.micro_batches(variant)[0]
+    lengths = pair.sequence_lengths(variant)[0]
     model = meta_model(size.config, M3DIFF, size.settings, precision)
-    supervised = len(batch.packed.labels) // len(lengths)
+    answer_tokens = sum(answer_length(branch) for sequence in sequences for branch in sequence.branches)
+    supervised = answer_tokens // len(lengths)
     activations = count_activations(model, M3DIFF, variant.activation_checkpointing, lengths[0], supervised)
     return sum(activations.values()) / 1e9
 

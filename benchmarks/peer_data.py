@@ -30,7 +30,7 @@ from datasets import Dataset, disable_caching, disable_progress_bars
 
 SPLITS = ("train", "val", "test")
 MARKUP = re.compile(r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);")
-COPIED_FIELDS = ("dataset", "split", "images")
+COPIED_FIELDS = ("image_set", "dataset", "split", "images", "history")
 UNIT_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes: macOS reports bytes, Linux KiB
 MASK = 2**64 - 1
 

@@ -227,7 +227,14 @@ def own_scores(captions: Captions) -> Scores:
     from m3diff.scoring.run import compute_metrics
 
     pairs = [
-        EvalPair(name, "captions", Path(), Path(), b"", b"", captions.references[name], [], prediction)
+        EvalPair(
+            id=name,
+            dataset="captions",
+            images=(),
+            references=captions.references[name],
+            change_types=[],
+            prediction=prediction,
+        )
         for name, prediction in captions.predictions.items()
     ]
     metrics = choose_metrics(["CIDEr", "METEOR", "ROUGE-L", "BLEU"])

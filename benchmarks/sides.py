@@ -46,7 +46,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import DifferentialPerception
-from m3diff.models.settings import Delays, MDPConfig
+from m3diff.models.settings import MDPConfig
 from m3diff.models.tuning import prepare_for_training, trainable_groups
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
@@ -99,7 +99,8 @@ def write_mixture(folder: Path, pairs: int, side: int) -> Path:
             Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
             images.append({"uri": str(file), "sha256": sha256(file.read_bytes()).digest()})
         name = f"minichange/{number}"
-        ids = {"record": name, "dataset": "minichange", "split": "train", "question": pair["question"]}
+        ids = {"record": name, "image_set": name, "dataset": "minichange", "split": "train"}
+        ids |= {"question": pair["question"], "history": []}
         for index, reference in enumerate(pair["references"][:REFERENCES]):
             rows.append({"id": f"{name}#{index}", "answer": reference, "images": images} | ids)
     for split, content in (("train", rows), ("val", [])):
@@ -132,7 +133,7 @@ def embedded_job(folder: Path, captions: int | None, global_batch: int, micro_ba
     run_dir = folder / f"run_{captions or 'all'}"
     model = params.models[params.train.model]
     assert isinstance(model, M3DiffSettings)
-    model = replace(model, delays=Delays())  # the stock Trainer does not support delays
+    model = replace(model, delays={})  # the stock Trainer does not support delays
     return Job(cfg, model, compute, folder, run_dir / "out", run_dir, "")
 
 
@@ -229,21 +230,21 @@ class StockDataset(torch.utils.data.Dataset):
     def __getitem__(self, number: int) -> dict[str, Any]:
         step, index = divmod(number, self.schedule.global_batch)
         row = self.order(step)[index]
-        prompt = self.processor.encode_prompt(self.samples.value("question", row))
-        reference = self.processor.encode_reference(self.samples.value("answer", row))
-        images = np.stack([self.loader.prepared(*image) for image in self.samples.images(row)])
+        prepared = self.loader.prepared(self.samples.images(row))
+        (branch,) = self.loader.encode(np.array([row]), prepared.marks)
+        ((start, end),) = branch.spans
         return {
-            "input_ids": torch.tensor([*prompt, *reference]),
-            "labels": torch.tensor([-100] * len(prompt) + list(reference)),
-            "pixel_values": normalise(images, self.processor.image_processor),
+            "input_ids": torch.tensor(branch.ids),
+            "labels": torch.tensor([-100] * start + branch.ids[start:end]),
+            "pixel_values": normalise(prepared.tensors["pixels"], self.processor.image_processor),
         }
 
 
-def normalise(images: np.ndarray, image_processor: Any) -> Tensor:
+def normalise(images: Tensor, image_processor: Any) -> Tensor:
     """Convert uint8 images [2, side, side, 3] to normalised floats [2, 3, side, side]."""
     mean = torch.tensor(image_processor.image_mean)[:, None, None]
     std = torch.tensor(image_processor.image_std)[:, None, None]
-    return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
+    return images.permute(0, 3, 1, 2).float().div_(255).sub_(mean).div_(std)
 
 
 def pad_rows(rows: list[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
@@ -334,7 +335,8 @@ def make_trainer(job: Job, callbacks: list[TrainerCallback]) -> PeerTrainer:
     optimizer = torch.optim.AdamW(parameter_groups, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     samples = read_training_samples(job.mixture)
     schedule = Schedule(samples, 1, cfg.seed, cfg.global_batch, compute.micro_batch, MAX_STEPS)
-    loader = Loader(samples, processor, threads=1, device=Device(compute.gpu, cfg.precision))
+    packing = FAMILIES[job.model.family].packing()
+    loader = Loader(samples, processor, packing, threads=1, device=Device(compute.gpu, cfg.precision))
     arguments = TrainingArguments(
         output_dir=str(job.run_dir / "peer"),
         per_device_train_batch_size=compute.micro_batch,

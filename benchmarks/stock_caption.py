@@ -10,7 +10,6 @@ or overlays.
 import json
 import sys
 
-import numpy as np
 import peft  # noqa: F401  # imported as in any script that may load adapters, even if this folder has none
 import torch
 from PIL import Image
@@ -18,7 +17,8 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
-from m3diff.models.processing import M3DiffProcessor
+from m3diff.models.processing import M3DiffProcessor, pad_prompts
+from m3diff.records.sample import Turn
 
 
 @torch.inference_mode()
@@ -29,8 +29,9 @@ def print_caption() -> None:
     AutoConfig.register(M3DiffConfig.model_type, M3DiffConfig, exist_ok=True)
     model = M3DiffForConditionalGeneration.from_pretrained(folder, trust_remote_code=False).eval()
     processor = M3DiffProcessor.of_folder(folder, model.config)
-    images = [processor.prepare_image(Image.open(path, formats=["PNG"])) for path in (before, after)]
-    inputs = processor.prompt_inputs([question]) | processor.image_inputs(torch.from_numpy(np.stack(images)))
+    prepared = processor.prepare(Image.open(path, formats=["PNG"]) for path in (before, after))
+    inputs = pad_prompts([processor.encode_prompt([Turn(question)], prepared.marks)], processor.pad_id)
+    inputs |= processor.image_inputs(processor.collate([prepared]), model.device)
     generated = model.generate(
         **inputs,
         max_new_tokens=int(max_new_tokens),

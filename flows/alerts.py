@@ -32,7 +32,7 @@ from prefect.utilities.urls import url_for
 
 from flows.report import RunRecord
 from flows.workspace import FLOWS_FOLDER, KEPT_DAYS, hold_lock, read_json
-from m3diff.records.errors import redact
+from m3diff.records.errors import format_count, redact
 from m3diff.records.files import write_atomic
 
 NOTIFY_VARIABLE = "M3DIFF_NOTIFY"
@@ -85,7 +85,7 @@ def send_waiting_alerts(
         if address and not send(address, title, text):
             log(
                 f"warning: {title}: the alert was not sent, because {NOTIFY_VARIABLE} does not work. "
-                f"{len(waiting_alerts)} alert(s) are kept and sent with the next one"
+                f"{format_count(len(waiting_alerts), 'alert is', 'alerts are')} kept and sent with the next one"
             )
             return
         if address:

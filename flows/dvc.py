@@ -30,7 +30,7 @@ from dvc_data.hashfile.transfer import transfer
 
 from m3diff.provenance.dvc import DVC_LOCK, Lock, fault_of_object, object_file, read_file_list, read_lock
 from m3diff.provenance.git import git, has_branch
-from m3diff.records.errors import CodedError, DataError, Fault, redact
+from m3diff.records.errors import CodedError, DataError, Fault, format_count, redact
 from m3diff.records.files import write_atomic
 from m3diff.settings.section import ParamsError
 
@@ -275,7 +275,7 @@ def send_objects(hashes: Iterable[str], remote: str) -> None:
         remote_store = repo.cloud.get_remote_odb(remote, "push")
         failed_objects = transfer(repo.cache.local, remote_store, objects).failed
     if failed_objects:
-        raise DvcError.of_command(command, 255, [f"the remote rejected {len(failed_objects)} files"])
+        raise DvcError.of_command(command, 255, [f"the remote rejected {format_count(len(failed_objects), 'file')}"])
 
 
 def repro(stage: str, log: Callable[[str], None]) -> Outcome:

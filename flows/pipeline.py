@@ -32,7 +32,7 @@ from flows.prepared_flow import flow
 from flows.report import RunRecord
 from flows.runtime import prepare
 from flows.workspace import FLOWS_FOLDER, NothingNewError, hold_lock, workspace
-from m3diff.commands.preflight import preflight, preflight_data
+from m3diff.commands.preflight import notes_on_questions, preflight, preflight_data
 from m3diff.commands.rescore import rescore
 from m3diff.provenance.dvc import DVC_LOCK, Lock, require_own_code
 from m3diff.provenance.git import git
@@ -175,6 +175,9 @@ def run_in_workspace(record: RunRecord, if_changed: bool) -> State:
                 record.reasons += reasons
             for reason in record.reasons:
                 log(f"because {reason}")
+            record.notes += notes_on_questions(load_params(PARAMS))
+            for note in record.notes:
+                log(f"preflight: note: {note}")
             run_tasks(record, status)
         except BaseException as error:
             record.error = f"{type(error).__name__}: {error}"

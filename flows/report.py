@@ -33,6 +33,7 @@ class RunRecord:
     Attributes:
         work: the workspace of the run.
         reasons: why the run was started.
+        notes: notes of the checks before the run, such as other questions than those of the champion.
         started: the start time, in seconds since 1970.
         outcomes: the name of each task's final state, by task name.
         seconds: the duration of each task in seconds, by task name.
@@ -43,6 +44,7 @@ class RunRecord:
 
     work: Workspace
     reasons: list[str]
+    notes: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.time)
     outcomes: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -106,6 +108,7 @@ def page_lines(record: RunRecord, params: Params) -> Iterator[str]:
     yield from (f"- because {reason}" for reason in record.reasons)
     for text in work.overrides:  # parameters, or a note that training starts from the champion
         yield f"- parameter of this run: `{text}`" if "=" in text else f"- {text}"
+    yield from (f"- note: {note}" for note in record.notes)
     yield f"- started {start_time}, took {format_duration(sum(record.seconds.values()))}; branch `{work.branch}`"
     if record.error:
         yield from ("", "## What failed", "", "```", record.error, "```", "", f"Its worktree is kept: `{work.root}`")

@@ -30,6 +30,7 @@ from prefect.workers.process import ProcessWorker
 
 from flows import PREFECT_FLOW_RUN_VARIABLE, alerts, group_processes_by
 from flows.runtime import prepare
+from m3diff.records.errors import format_count
 
 MAX_START_S = 60  # maximum time from when a worker takes a run until the run's process starts, in seconds
 MAX_SILENCE_S = 90  # maximum time between two heartbeats of a run, in seconds
@@ -161,8 +162,8 @@ class Worker(ProcessWorker, abc.ABC):
         crashes = list(takewhile(lambda state: state.is_crashed(), reversed(final_states)))
         if len(crashes) >= MAX_CRASHES:
             return Failed(
-                message=f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}. Check "
-                "services/worker.log and the memory of this machine, then run it again"
+                message=f"crashed {format_count(len(crashes), 'time')} in a row, the last time: "
+                f"{crashes[0].message}. Check services/worker.log and the memory of this machine, then run it again"
             )
         return AwaitingRetry(message="it crashed and continues where it was killed")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from flows.dvc import environment, readable_lines
-from m3diff.records.errors import DataError, Fault, ParamsError
+from m3diff.records.errors import DataError, Fault, ParamsError, format_count
 from m3diff.runtime import prepare
 from m3diff.settings.load import load_params
 from m3diff.settings.rules import missing_inputs
@@ -80,7 +80,8 @@ def format_headline_scores(report: Path) -> Iterator[str]:
         published_count = ""
         if published_pairs not in (None, pairs):
             published_count = f" of the {published_pairs} in papers"
-        yield f"scores on {name}, {pairs} pairs{published_count}; times 100, with 95 % intervals over pairs"
+        counts = format_count(pairs, "pair") + published_count
+        yield f"scores on {name}, {counts}; times 100, with 95 % intervals over pairs"
         for score in scores:
             interval = protocol["intervals"].get(score)
             bounds = ""

@@ -15,6 +15,8 @@ import pytest
 from PIL import Image
 
 from m3diff.datasets.minichange.language import grammar
+from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.records.tables import write_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import IngestReport, ingest
 from m3diff.stages.validate import stage
@@ -27,6 +29,12 @@ from m3diff.stages.validate.suite import ExpectationResult
 def list_images(*paths: Path | str) -> list[dict[str, Any]]:
     """Return the column `images` of a record whose images are these files."""
     return [{"uri": str(path), "sha256": hashlib.sha256(Path(path).read_bytes()).digest()} for path in paths]
+
+
+def write_record_table(table: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema = RECORD_SCHEMA) -> None:
+    """Write records as a table. A record without an image set or history gets those of a captioned pair."""
+    records = [{"image_set": row.get("id"), "history": [], **row} for row in rows]
+    write_table(pa.Table.from_pylist(records, schema=schema), table)
 
 
 def uris_of(record: Mapping[str, Any]) -> list[str | None]:
@@ -94,13 +102,19 @@ def run_ingest(root: Path, reader: str = "clevr_change", name: str = "mini", **f
     return ingest(name, make_entry(reader, root, **fields), image_cache(root.parent), root.parent / "records")
 
 
-def run_validate(folder: Path, entries: Any = None, cache: Path | None = None, **changes: Any) -> ValidateReport:
-    """Validate `folder/records`, or the datasets in `entries`, into `folder/clean`, with any share of bad rows."""
+def run_validate(
+    folder: Path, entries: Any = None, cache: Path | None = None, protocol: str | None = None, **changes: Any
+) -> ValidateReport:
+    """Validate `folder/records`, or the datasets in `entries`, into `folder/clean`, with any share of bad rows.
+
+    Args:
+        protocol: protocol with which the gate scores models.
+    """
     fields: dict[str, Any] = {"max_quarantined_share": 1.0, "max_leaked_share": 1.0, "allow_lost_test_pairs": True}
     fields |= {"max_caption_chars": 2000, "max_image_pixels": 1_000_000, "allow_test_leakage": False}
     cfg = Validate.model_validate(fields | {"near_duplicate_max_diff": 2, "compare_px": 100} | changes)
     entries = ingested(folder) if entries is None else entries
-    return validate(cfg, entries, cache or image_cache(folder), folder / "records", folder / "clean")
+    return validate(cfg, entries, cache or image_cache(folder), folder / "records", folder / "clean", protocol)
 
 
 def judge_by_polars_alone(monkeypatch: pytest.MonkeyPatch) -> None:

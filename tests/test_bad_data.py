@@ -192,11 +192,11 @@ QUARANTINED: list[tuple[str, str, Change, str, Message | str]] = [
         "split: scene mini/000009",
     ),
     ("a scene twice in a split", "dc", edit("split.json", lambda s: s["train"].append(9)), "id_unique", "id: mini/"),
-    ("an image of zero bytes", "clevr", put(IMAGE, b""), "after_decodes", Message("images.empty")),
-    ("an image cut short", "clevr", cut(IMAGE, 70), "after_decodes", Message("images.undecodable")),
+    ("an image of zero bytes", "clevr", put(IMAGE, b""), "image_2_decodes", Message("images.empty")),
+    ("an image cut short", "clevr", cut(IMAGE, 70), "image_2_decodes", Message("images.undecodable")),
     ("an image missing", "clevr", without, "images_present", Message("images.missing")),
-    ("too many pixels", "clevr", save_large, "after_decodes", LARGE),
-    ("a symbolic link to itself", "clevr", lambda r: without(r).symlink_to(r / IMAGE), "after_decodes", LOOP),
+    ("too many pixels", "clevr", save_large, "image_2_decodes", LARGE),
+    ("a symbolic link to itself", "clevr", lambda r: without(r).symlink_to(r / IMAGE), "image_2_decodes", LOOP),
     (
         "a link out of the root",
         "clevr",
@@ -208,7 +208,7 @@ QUARANTINED: list[tuple[str, str, Change, str, Message | str]] = [
         "a pipe for an image",
         "clevr",
         lambda r: os.mkfifo(without(r)),
-        "after_decodes",
+        "image_2_decodes",
         Message("images.no_regular_file"),
     ),
     (
@@ -313,8 +313,8 @@ def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, case):
     _, layout, change, rule, words = case
     read = build(tmp_path, layout, change)()
     report = run_validate(tmp_path)
-    quarantine = pl.read_parquet(tmp_path / "clean/quarantine.parquet").filter(pl.col("rules") != ["not_in_test"])
-    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    quarantine = pl.read_parquet(tmp_path / "clean/quarantine").filter(pl.col("rules") != ["not_in_test"])
+    clean = pl.read_parquet(tmp_path / "clean/records")
     assert read.rows_out == report.rows_in == clean.height + report.quarantined
     assert clean.height > 0
     assert quarantine.height > 0
@@ -330,6 +330,6 @@ def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, case):
 def test_harmless_forms_are_read_as_they_were_meant(tmp_path, layout, change):
     build(tmp_path, layout, change)()
     report = run_validate(tmp_path)
-    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    clean = pl.read_parquet(tmp_path / "clean/records")
     assert report.quarantined == 0
     assert clean["references"].to_list() == [["it fell"]] * 3

@@ -50,7 +50,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(BASE, BASE_COPY)
     sample = {"id": "minichange/0#0", "record": "minichange/0", "dataset": "minichange", "split": "train"}
-    sample |= {"question": "What has changed?", "answer": "a cup is gone"}
+    sample |= {"image_set": "minichange/0", "question": "What has changed?", "answer": "a cup is gone"}
+    sample |= {"history": [{"question": "Is it a room?", "answer": "yes"}]}
     rows = pl.DataFrame([sample | {"images": [{"uri": name, "sha256": bytes(32)} for name in ("a.png", "b.png")]}])
     for file, schema in ((TRAIN, SAMPLE_SCHEMA), (TEST, SAMPLE_SCHEMA), (SCORES, SAMPLE_SCHEMA)):
         file.parent.mkdir(parents=True)

@@ -58,10 +58,12 @@ def test_a_stage_depends_on_its_code_and_on_the_templates_and_tables_it_reads(st
         assert json.loads(file.read_text()) == code, "run `dvc repro code`"
 
 
-def test_digests_of_a_stage_that_is_gone_are_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_digests", [True, False], ids=["a stage that is gone", "no folder yet"])
+def test_there_are_digests_of_every_stage_and_of_no_other(has_digests, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("code").mkdir()
-    Path("code/ingest@gone.json").write_text("{}")
+    if has_digests:
+        Path("code").mkdir()
+        Path("code/ingest@gone.json").write_text("{}")
     params = load_params(REPOSITORY / "params.yaml")
     write_digests(params)
     assert {path.stem for path in Path("code").iterdir()} == modules_by_stage(params).keys()

@@ -10,7 +10,7 @@ import yaml
 
 from m3diff.commands.plan.published import published_workload
 from m3diff.models.settings import MDPConfig, VDMConfig
-from m3diff.settings.load import list_differences, load_params, resolve_profile
+from m3diff.settings.load import complete_values, list_differences, load_params
 from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
 
@@ -39,7 +39,7 @@ def value_of(params: Params, path: str) -> Any:
     for key in path.split("."):
         value = value[key] if isinstance(value, dict) or hasattr(value, "keys") else getattr(value, key)
     if isinstance(value, Path):
-        return str(value)
+        return str(value.relative_to(REPOSITORY) if value.is_absolute() else value)
     if isinstance(value, tuple):
         return list(value)
     return dict(value) if hasattr(value, "keys") else value
@@ -63,11 +63,11 @@ def test_every_field_of_the_module_is_in_the_table(title: str, model: str, modul
 
 def test_every_training_parameter_is_in_the_table() -> None:
     names = {path.split(".")[1] for path, _ in parameters_in("The profile paper") if path.startswith("train.")}
-    assert set(resolve_profile(profile("paper"))["train"]) - names == {"model"}
+    assert set(complete_values(profile("paper"))["train"]) - names == {"model"}
 
 
 def test_the_page_names_every_parameter_that_the_letter_changes() -> None:
-    changes = list_differences(resolve_profile(profile("paper")), resolve_profile(profile("paper-letter")))
+    changes = list_differences(complete_values(profile("paper")), complete_values(profile("paper-letter")))
     changed_parameters = {line.split(":")[0] for line in changes}
     assert changed_parameters == {path for path, _ in parameters_in("By the letter")}
 

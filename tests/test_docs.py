@@ -16,7 +16,6 @@ from typing import Any
 import nbformat
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 from jupyter_client import AsyncKernelManager
@@ -30,11 +29,12 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec
 from m3diff.models import FAMILIES
 from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.records.tables import write_table
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params
 from m3diff.stages.ingest.params import DatasetEntry
 from tests.errors import Message
-from tests.layouts import list_images
+from tests.layouts import list_images, write_record_table
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -123,7 +123,7 @@ def test_the_stage_of_the_page_counts_words(code, blocks, tmp_path):
     cfg = code("components/stages/vocabulary/params.py").Vocabulary(**section(blocks, "vocabulary")["vocabulary"])
     references = [["The cup is gone", "the cup left"], ["it IS gone"]]
     columns = {name: references if name == "references" else [None, None] for name in RECORD_SCHEMA.names}
-    pq.write_table(pa.table(columns, schema=RECORD_SCHEMA), tmp_path / "records.parquet")
+    write_table(pa.table(columns, schema=RECORD_SCHEMA), tmp_path / "records")
     code("components/stages/vocabulary/stage.py").vocabulary(cfg, tmp_path, tmp_path)
     assert (tmp_path / "words.csv").read_text().split() == ["word,count", "cup,2", "gone,2", "is,2", "the,2"]
 
@@ -204,7 +204,7 @@ def test_a_dataset_a_metric_and_a_family_from_outside_go_through_every_stage(par
     for stage in STAGES:
         assert main(["--params", str(parameters), stage]) == 0, stage
     paths = load_params(parameters).paths
-    quarantine = pl.read_parquet(paths.clean / "quarantine.parquet")
+    quarantine = pl.read_parquet(paths.clean / "quarantine")
     assert quarantine.height == 1
     message = Message("datasets.unexpected_value", key="id", expected="a whole number")
     assert message.in_text(quarantine["reason"][0])
@@ -247,8 +247,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row["images"] = list_images(*sides)
         row |= {"references": ["a noise became another", f"noise {number}"]}
         rows.append(row | {"change_types": ["none"] if number == 1 else ["colour"]})
-    (root / "data/03_clean").mkdir(parents=True)
-    pl.DataFrame(rows).write_parquet(root / "data/03_clean/records.parquet")
+    write_record_table(root / "data/03_clean/records", rows)
     (root / "docs").mkdir()
     return root
 

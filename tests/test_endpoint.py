@@ -1,6 +1,7 @@
 """Test the client of chat endpoints with a server on 127.0.0.1: it loses no answer and asks no question twice."""
 
 import base64
+import hashlib
 import io
 import json
 import multiprocessing
@@ -26,10 +27,12 @@ from m3diff.endpoint.answers import UNKNOWN_SERVER, AnswerStore, EndpointAnswer,
 from m3diff.endpoint.client import REUSE_OPTION, Endpoint
 from m3diff.endpoint.questions import EndpointQuestion, data_url
 from m3diff.endpoint.servers import ServerIdentity, read_server
+from m3diff.endpoint.silence import SilenceWatch
 from m3diff.endpoint.transport import EndpointError, RedirectError, redirect_error, redirect_target
 from m3diff.endpoint.url import normalised_url
 from m3diff.images.open import load_image
 from m3diff.records.errors import Fault
+from m3diff.records.sample import Turn
 from m3diff.scoring.metrics.judge import JudgeSettings
 from m3diff.settings.section import ParamsError, faults_of_validation_error
 from m3diff.stages.augment.params import EndpointWriterSettings
@@ -185,14 +188,36 @@ def test_the_key_of_an_answer_covers_the_whole_question_and_the_model(server, tm
     for same_endpoint in (endpoint(server, tmp_path, url=f"{server.url}/"), endpoint(server, tmp_path, timeout_s=1)):
         assert same_endpoint.key(EndpointQuestion(**facts | {"images": (same_image,)})) == first_key
     changes = [{"text": "b?"}, {"system": "else"}, {"seed": 1}, {"n": 1}, {"images": (other_image,)}, {"images": ()}]
+    changes += [{"history": (Turn("b?", "no"),)}, {"history": (Turn("b?", "yes"),)}]
     keys = [endpoint(server, tmp_path).key(EndpointQuestion(**facts | change)) for change in changes]
     keys += [
         endpoint(server, tmp_path, **change).key(EndpointQuestion(**facts))
         for change in ({"model": "o"}, {"max_tokens": 7})
     ]
-    assert len({first_key, *keys}) == 9
+    assert len({first_key, *keys}) == 11
     assert endpoint(server, tmp_path, max_tokens=7).ask([EndpointQuestion("a?")], "test") == [YES]
     assert server.requests[-1]["max_tokens"] == 7
+
+
+def test_the_key_of_a_question_without_history_is_that_of_earlier_versions(server, tmp_path):
+    facts = {"model": "m", "system": "", "question": "a?", "images": [], "seed": None, "n": 0, "max_tokens": None}
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    assert endpoint(server, tmp_path, model="m").key(EndpointQuestion("a?")) == key
+
+
+def test_the_turns_before_a_question_are_earlier_messages_and_the_images_come_first(server, tmp_path):
+    images = (picture(tmp_path / "0.png", "red"), picture(tmp_path / "1.png", "blue"))
+    history = (Turn("Is it red?", "Yes."), Turn("Why \ud83d?", "No \ud83d."))
+    endpoint(server, tmp_path).ask([EndpointQuestion("a?", images, "Be brief.", history=history)], "test")
+    system, question_1, answer_1, question_2, answer_2, question_3 = server.requests[0]["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert [part["type"] for part in question_1["content"]] == ["image_url", "image_url", "text"]
+    assert [part["image_url"]["url"] for part in question_1["content"][:2]] == [data_url(image) for image in images]
+    assert question_1["content"][2]["text"] == "Is it red?"
+    assert answer_1 == {"role": "assistant", "content": "Yes."}
+    assert question_2 == {"role": "user", "content": "Why ??"}
+    assert answer_2 == {"role": "assistant", "content": "No ?."}
+    assert question_3 == {"role": "user", "content": "a?"}
 
 
 def test_a_temporary_rejection_is_retried_after_the_time_that_the_server_sets(server, tmp_path):
@@ -305,6 +330,37 @@ def test_a_line_without_an_answer_is_skipped(tmp_path):
     AnswerStore(store).store_answer("k", {}, EndpointAnswer("text", "yes"))
     store.write_text("\n".join([*NO_ANSWERS, store.read_text()]))
     assert AnswerStore(store).last_answers == {"k": YES}
+
+
+class StoppedWatch(SilenceWatch):
+    """A watch that ends the run at the second question."""
+
+    begun_questions = 0
+
+    def begin_question(self) -> bool:
+        with self.condition:
+            self.begun_questions += 1
+            self.is_stopped = self.begun_questions > 1
+            return super().begin_question()
+
+
+def test_a_question_that_was_not_asked_counts_as_no_answer(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "SilenceWatch", StoppedWatch)
+    server.default = 400
+    with raises(ParamsError, "endpoint.refused", url=server.url):
+        ask(server, tmp_path, "a?", "b?")
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_the_last_answer_of_several_servers_is_the_last_in_the_file(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    first_server = ServerIdentity("http://first/v1")
+    second_server = ServerIdentity("http://second/v1")
+    for server, text in ((first_server, "one"), (second_server, "two"), (first_server, "three")):
+        AnswerStore(path).store_answer("k", {}, EndpointAnswer("text", text), server)
+    store = AnswerStore(path)
+    assert store.last_answers == {"k": ("text", "three")}
+    assert [stored.server for stored in store.answers_to("k")] == [second_server, first_server]
 
 
 def test_only_the_question_of_a_revoked_answer_is_asked_again(server, tmp_path):

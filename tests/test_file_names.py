@@ -7,7 +7,7 @@ import pytest
 
 from m3diff.commands.inspect import check
 from m3diff.records.errors import DataError, is_utf8, shell_word
-from m3diff.serving.caption import find_pairs
+from m3diff.serving.caption import find_inputs
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
 from tests.errors import raises
@@ -61,7 +61,7 @@ def test_two_folders_of_names_that_are_not_utf8_are_paired(tmp_path):
     name = os.fsdecode(b"caf\xe9.png")
     for number, folder in enumerate("ab"):
         save_picture(tmp_path / folder / "x.png", number).rename(tmp_path / folder / name)
-    assert [pair.before.name for pair in find_pairs(tmp_path / "a", tmp_path / "b")] == [name]
+    assert [pair.images[0].name for pair in find_inputs(tmp_path / "a", tmp_path / "b")] == [name]
 
 
 WORDS = {

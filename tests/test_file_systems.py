@@ -201,5 +201,5 @@ def test_ingest_follows_the_umask_if_chmod_and_links_are_refused(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    for name in ("records/mine.json", "records/mine/records.parquet", "cache.parquet"):
+    for name in ("records/mine.json", "records/mine/records/00000.parquet", "cache.parquet"):
         assert mode_of(tmp_path / name) == 0o600

@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,6 +144,18 @@ def test_heic_without_its_plugin_names_the_plugin(tmp_path: Path, monkeypatch: p
     assert check_image(str(tmp_path / "a.heic"), 100)["verdict"] == Message("images.heic_without_plugin")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.avif")
     assert load_image(tmp_path / "a.avif").size == (8, 8), "of the same container, and read by Pillow itself"
+
+
+def test_heic_is_opened_by_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "OPEN", dict(Image.OPEN))
+    monkeypatch.setattr(Image, "ID", list(Image.ID))
+
+    def register() -> None:
+        Image.register_open("HEIF", lambda file, name: Image.new("RGB", (8, 6)))
+
+    monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register))
+    (tmp_path / "a.heic").write_bytes(HEIC)
+    assert load_image(tmp_path / "a.heic").size == (8, 6)
 
 
 @pytest.mark.fault("15")

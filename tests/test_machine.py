@@ -255,7 +255,7 @@ def test_ingest_runs_on_a_system_without_the_calls_of_linux(tmp_path):
     (site / "sitecustomize.py").write_text(WITHOUT_LINUX)
     done = ingest_with(tmp_path, site)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "records/mine/records.parquet").is_file()
+    assert (tmp_path / "records/mine/records/00000.parquet").is_file()
 
 
 def ingest_with(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:

@@ -20,6 +20,7 @@ from m3diff.records.errors import (
     cause_of,
     data_error_if_unreadable,
     fields_of,
+    format_count,
     wording,
 )
 from tests.errors import Message, raises
@@ -27,6 +28,8 @@ from tests.reword import reword_catalogue
 from tests.toy import REPOSITORY
 
 SNAPSHOT = Path(__file__).with_name("messages.txt")
+# A number in front of a noun in the plural. "2,048 is the number of pairs" is none
+NUMBER_AND_NOUN = re.compile(r"\{\w+:,\} (?:[a-z]+ )?(?!is\b|has\b|was\b)[a-z]+s\b")
 SAMPLE_NUMBER = 1234  # value in the snapshot of fields that are numbers
 
 
@@ -112,6 +115,25 @@ def test_a_message_has_a_problem_and_at_most_a_remedy() -> None:
     assert [
         code for code, message in wording().items() if not {"problem"} <= set(message) <= {"problem", "remedy"}
     ] == []
+
+
+def test_a_number_with_a_noun_also_reads_right_if_it_is_one() -> None:
+    """Write `{rows:row|rows}` in place of `{rows:,} rows`."""
+    templates = {code: " ".join(message.values()) for code, message in wording().items()}
+    assert {code: match[0] for code, text in templates.items() if (match := NUMBER_AND_NOUN.search(text))} == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1, "1 step"), (0, "0 steps"), (2, "2 steps"), (2000, "2,000 steps"), (1.0, "1 step"), (2.5, "2.5 steps")],
+)
+def test_a_count_has_the_noun_in_the_right_number(count: float, text: str) -> None:
+    assert format_count(count, "step") == text
+
+
+def test_a_count_may_have_a_verb_and_an_irregular_plural() -> None:
+    assert format_count(1, "batch is", "batches are") == "1 batch is"
+    assert format_count(3, "batch is", "batches are") == "3 batches are"
 
 
 def snapshot() -> str:
@@ -220,13 +242,14 @@ def test_an_error_keeps_class_code_and_fields_when_it_is_pickled() -> None:
     assert error.fault == Fault("images.archive", kind="a tar archive", path=Path("a.png"))
 
 
-def test_a_file_that_cannot_be_read_is_an_error_with_its_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["no JSON\nsecond line", "\n no JSON\nsecond line"])
+def test_a_file_that_cannot_be_read_is_an_error_with_its_cause(text: str, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     with (
         raises(DataError, "files.unreadable_stage_output", path=file, cause="no JSON", writer="train"),
         data_error_if_unreadable(file, "files.unreadable_stage_output", writer="train"),
     ):
-        raise ValueError("no JSON\nsecond line")
+        raise ValueError(text)
 
 
 @pytest.mark.parametrize("text", ["a.png: is an archive", "a.png: is a tar archive, not an image"])

@@ -27,7 +27,7 @@ from m3diff.stages.train.params import Train
 from tests.errors import Message, raises
 from tests.toy import REPOSITORY
 
-EMBEDDED = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
+EMBEDDED = yaml.safe_load((REPOSITORY / "params.yaml").read_text())  # the complete embedded profile
 REMOVED = object()
 
 MADE_OPTIONS = {"manifest": "pairs.jsonl"}
@@ -41,6 +41,8 @@ OMNIDIFF = {"reader": "omnidiff", "root": "data/01_raw/omnidiff"}
 M3DIFF = EMBEDDED["models"]["m3diff"]
 MINICHANGE = EMBEDDED["synthesize"]["minichange"]
 FAMILY_NAMES = ["blip2idc", "m3diff", "onediff"]
+FAMILY_PARTS = ["vision", "module", "projector", "llm"]
+ALIGN_OF_A_DECODER = {"datasets": ["minichange"], "epochs": 1, "global_batch": 16, "rates": {"decoder": 0.1}}
 EXTRA = "ingest.datasets.extra"
 MINE = "ingest.datasets.minichange"
 PARTS = ["omnidiff_real", "omnidiff_render"]
@@ -58,11 +60,12 @@ def unknown(code: str, nearest: str | None) -> tuple[str, dict[str, Any]]:
 
 VALUES: list[tuple[str, Any, tuple[str, dict[str, Any]]]] = [
     ("train.epoch", 5, unknown("key", "epochs")),
-    ("predict.limit", REMOVED, ("missing_key", {})),
+    ("train.base", REMOVED, ("missing_key", {})),
     ("compute.workers", True, wrong("number", value=True, found="true")),
     ("train.epochs", 0, wrong("greater_than", value=0)),
     ("train.epochs", math.inf, wrong("finite_number", value=math.inf)),
     ("train.warmup_share", 1.5, wrong("less_than_equal", value=1.5)),
+    ("serve.batch_pairs", 0, wrong("greater_than_equal", value=0)),
     ("promote.confidence", 1.0, wrong("less_than", value=1.0)),
     ("promote.guards.no_change_recall", -0.1, wrong("greater_than_equal", value=-0.1)),
     ("train.precision", "fp16", wrong("literal_error", value="fp16", found="'fp16'")),
@@ -70,7 +73,9 @@ VALUES: list[tuple[str, Any, tuple[str, dict[str, Any]]]] = [
     ("register.model_name", "team/m3diff:1.5", wrong("string_pattern_mismatch")),
     ("models.m3diff.family", "m3dif", ("unknown_name", {"nearest": "m3diff", "names": FAMILY_NAMES})),
     ("models.m3diff.module.vision_feature_layer", [4], unknown("key", "vision_feature_layers")),
-    ("models.m3diff.delays", {"modul": 0.2}, unknown("key", "module")),
+    ("models.m3diff.delays", {"modul": 0.2}, ("unknown_part", {"nearest": "module", "family": "m3diff"})),
+    ("models.m3diff.rates", {"visoin": 0.1}, ("unknown_part", {"nearest": "vision", "names": sorted(FAMILY_PARTS)})),
+    ("models.onediff.align", ALIGN_OF_A_DECODER, ("unknown_part", {"nearest": None, "value": "decoder"})),
     ("models.difference.module.heads", 4, unknown("key", None)),
     (f"{MINE}.train_on", ["train", "test"], ("test_trains", {"value": ["train", "test"]})),
     (f"{MINE}.train_on", ["val"], ("val_trains_alone", {"value": ["val"]})),
@@ -135,10 +140,10 @@ def made_over(reading: str, kind: str, folder: str) -> Expected:
 # By topic: changes of the embedded profile; and of each fault the key, the code, and fields
 SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
     "faults of several sections": (
-        {"train.epochs": -1, "predict.limits": 0, "predict.limit": REMOVED, "paths.clean": 3, "models.difference": {}},
+        {"train.epochs": -1, "predict.limits": 0, "train.base": REMOVED, "paths.clean": 3, "models.difference": {}},
         [
             ("train.epochs", "wrong_value", {"rule": "greater_than", "value": -1}),
-            ("predict.limit", "missing_key", {}),
+            ("train.base", "missing_key", {}),
             ("predict.limits", "unknown_key", {"nearest": "limit"}),
             ("paths.clean", "wrong_value", {"rule": "path_type", "value": 3}),
             ("models.difference.family", "missing_key", {}),
@@ -174,6 +179,14 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
             made_over("augment.second", "source", "data/01_raw/made"),
             made_over("augment.second", "model", "data/01_raw/made/a"),
         ],
+    ),
+    "a key of an earlier release": (
+        {"convert.references_per_pair": 2},
+        [("convert.references_per_pair", "renamed_key", {"name": "references_per_question"})],
+    ),
+    "an option of an earlier release": (
+        {"ingest.datasets.mine": {"reader": "pairs", "root": "x", "options": {"all_ask_what_changed": True}}},
+        [("ingest.datasets.mine.options.all_ask_what_changed", "questions_are_read", {})],
     ),
     "parts of made datasets": (
         made_dataset("made", edits=0, editor={"kind": "drawn", "steps": 3}) | {"augment.second": NEIGHBOURS},
@@ -444,7 +457,7 @@ def test_a_file_that_is_not_utf_8_is_refused(tmp_path):
 
 def test_a_key_that_is_written_twice_is_refused_with_its_line(tmp_path):
     path = tmp_path / "params.yaml"
-    text = (REPOSITORY / "profiles" / "embedded.yaml").read_text()
+    text = (REPOSITORY / "params.yaml").read_text()
     path.write_text(text.replace("  epochs: 2.7\n", "  epochs: 2.7\n  epochs: 0\n"))
     line = text.split("\n").index("  epochs: 2.7") + 2
     with raises(ParamsError, "settings.key_written_twice", path=path, line=line, key="epochs"):
@@ -605,3 +618,12 @@ def test_a_dataset_that_may_have_test_pairs_may_be_the_gates(options, write):
 
 def test_a_dataset_that_only_trains_needs_no_test_pairs(write):
     assert load_params(write({"ingest.datasets.fotos": OWN_DATASET | {"options": {"split": "train"}}}))
+
+
+@pytest.mark.parametrize("key", ["paths.base", "convert.questions", "synthesize"])
+def test_a_key_that_dvc_needs_must_be_in_the_file_beside_dvc_yaml(key, write):
+    """Elsewhere, the default is used."""
+    path = write({key: REMOVED})
+    assert load_params(path)
+    (path.parent / "dvc.yaml").write_text((REPOSITORY / "dvc.yaml").read_text())
+    assert faults_of(path) == [Fault("settings.no_key_for_dvc", key=key)]

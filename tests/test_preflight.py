@@ -1,12 +1,14 @@
 """Test the checks before a run: each fault says what the machine has and what the run needs."""
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,16 @@ from mlflow.cli import cli
 from mlflow.tracking import MlflowClient
 
 from m3diff.commands import preflight as preflight_module
-from m3diff.commands.preflight import GIB, NotReadyError, preflight, preflight_data, size_of
+from m3diff.commands.preflight import (
+    GIB,
+    NotReadyError,
+    notes_on_questions,
+    preflight,
+    preflight_data,
+    size_of,
+)
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Row
 from m3diff.records.errors import Fault
 from m3diff.registry.decisions import Entry, append_decision
 from m3diff.registry.moves import add_identities
@@ -381,3 +392,94 @@ def test_a_dataset_that_cannot_be_read_is_left_to_the_stages(params, base_folder
 def test_the_test_pairs_of_a_published_layout_are_found(params, base_folder, tmp_path):
     root = write_clevr(tmp_path / "clevr")
     preflight_data(with_base(params, base_folder, clevr=DatasetEntry(reader="clevr_change", root=root)))
+
+
+# Other questions than the champion's
+
+TRAINED_QUESTION = "What has changed from the first image to the second?"  # the first of task `difference`
+
+
+@pytest.fixture
+def register_champion(params, mlflow_store, tmp_path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that makes a version with this manifest the champion."""
+
+    def register(manifest: dict[str, Any]) -> None:
+        checkpoint = tmp_path / "stored" / "artifacts" / "checkpoint"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+        source = (tmp_path / "stored").as_uri()
+        version = mlflow_store.create_model_version("m3diff", source, mlflow_store.search_runs(["1"])[0].info.run_id)
+        mlflow_store.set_registered_model_alias("m3diff", "champion", version.version)
+
+    return register
+
+
+def ask(params: Params, tmp_path: Path, **questions: Sequence[str | None]) -> Params:
+    """Return the parameters with a dataset per name, whose records have these questions of their own."""
+    datasets = {}
+    for name, questions_of_dataset in questions.items():
+        rows = [
+            Row(name=str(number), split="test", images=(), references=["x"], source="", question=question)
+            for number, question in enumerate(questions_of_dataset)
+        ]
+        READ_ROWS[name] = rows
+        (tmp_path / name).mkdir()
+        datasets[name] = DatasetEntry(reader="pairs", root=tmp_path / name)
+    run = with_base(params, Path("base"), **datasets)
+    convert = run.convert.model_copy(update={"questions": REPOSITORY / "profiles" / "questions.yaml"})
+    return run.model_copy(update={"convert": convert})
+
+
+READ_ROWS: dict[str, list[Row]] = {}
+
+
+@pytest.fixture(autouse=True)
+def rows_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the reader `pairs` yield READ_ROWS for the datasets of `ask`."""
+    spec = DATASETS["pairs"]
+
+    def read(root: Path, **options: Any) -> Iterator[Row]:
+        return iter(READ_ROWS[root.name]) if root.name in READ_ROWS else spec.read(root, **options)
+
+    monkeypatch.setitem(DATASETS.data, "pairs", replace(spec, read=read))
+    READ_ROWS.clear()
+
+
+def test_a_note_names_datasets_that_ask_other_questions_than_the_champions(params, register_champion, tmp_path):
+    register_champion({"files": {}, "trained_on": {"question": TRAINED_QUESTION}})
+    run = ask(params, tmp_path, own=["How many?", "Where?", "How many?"], same=[None], mixed=["Why?", None])
+    (note,) = notes_on_questions(run)
+    assert f"m3diff version 2, the champion, was trained on the question “{TRAINED_QUESTION}”" in note
+    assert "own asks “How many?” and 1 more" in note
+    assert "same asks" not in note
+    assert "mixed asks" not in note
+    assert "own/test (promote.protocol)" in note
+
+
+def test_a_note_names_the_question_of_the_task_after_another_champion(params, register_champion, tmp_path):
+    register_champion({"files": {}, "trained_on": {"question": "Where?"}})
+    (note,) = notes_on_questions(ask(params, tmp_path, own=["How?", "Where?"], captions=[None, None]))
+    assert f"captions asks “{TRAINED_QUESTION}”. " in note
+    assert "own asks" not in note
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [{"files": {}}, {"files": {}, "trained_on": {}}, []],
+    ids=["an older checkpoint", "no question", "no object"],
+)
+def test_a_champion_that_names_no_question_gets_no_note(manifest, params, register_champion, tmp_path):
+    register_champion(manifest)
+    assert notes_on_questions(ask(params, tmp_path, own=["How many?"])) == []
+
+
+def test_without_a_champion_or_its_checkpoint_there_is_no_note(params, mlflow_store, tmp_path):
+    run = ask(params, tmp_path, own=["How many?"])
+    assert notes_on_questions(run) == [], "the checkpoint of version 1 is nowhere"
+    mlflow_store.delete_registered_model_alias("m3diff", "champion")
+    assert notes_on_questions(run) == []
+
+
+def test_a_new_store_is_not_created_for_the_note(params, tmp_path):
+    assert notes_on_questions(ask(params, tmp_path, own=["How many?"])) == []
+    assert not (tmp_path / "services/mlflow/mlflow.db").exists()

@@ -1,6 +1,9 @@
 """Profiles: inherited values, differences, and writing a profile as the parameters of the next run."""
 
+import itertools
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +13,25 @@ import yaml
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import Fault
 from m3diff.settings.load import (
+    REPLACED_COLLECTIONS,
+    complete_values,
     find_profile,
     list_differences,
     load_params,
     merge_profile,
     profile_files,
-    resolve_profile,
     resolved_text,
     use_profile,
 )
-from m3diff.settings.section import ParamsError
+from m3diff.settings.rules import PARAMS_RULES
+from m3diff.settings.section import ParamsError, Section
+from m3diff.settings.tree import Params
+from m3diff.stages.convert.stage import load_questions
 from tests.errors import raises
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"
+SECTIONS = [field.alias or name for name, field in Params.model_fields.items()]
 PROFILE_NAMES = ["blip2idc", "embedded-gpu", "embedded", "levir-cc", "made-data"]
 PROFILE_NAMES += ["one-gpu", "onediff", "paper-letter", "paper", "small"]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
@@ -45,8 +53,38 @@ def test_profiles_are_the_files_with_parameters():
     assert [path.stem for path in profile_files(Path("profiles"))] == PROFILE_NAMES
 
 
-def test_params_yaml_is_the_embedded_profile():
-    assert (REPOSITORY / "params.yaml").read_text() == (PROFILES / "embedded.yaml").read_text()
+def test_params_yaml_is_the_embedded_profile(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    expected = resolved_text(Path("profiles/embedded.yaml"))
+    assert Path("params.yaml").read_text() == expected, "run `m3diff profile embedded`"
+
+
+@pytest.mark.parametrize("name", PROFILE_NAMES)
+def test_a_profile_has_no_value_that_it_inherits(name):
+    """A model's entry states its recipe as a whole, so `models` is left out, and so are collections of entries."""
+    values = yaml.safe_load(Path(f"profiles/{name}.yaml").read_text())
+    below = values.pop("extends", None)
+    inherited_values = complete_values(Path(f"profiles/{below}.yaml")) if below else defaults_of_sections()
+    values.pop("models", None)
+    assert list(repeated_values(values, inherited_values)) == []
+
+
+def defaults_of_sections() -> dict[str, Any]:
+    """Return all defaults: the values of parameters whose entries have no meaning here."""
+    model = load_params(Path("profiles/embedded.yaml")).models["m3diff"]
+    datasets = {"a": {"reader": "pairs", "root": "a"}}
+    params = Params(ingest={"datasets": datasets}, models={"m": model}, train={"model": "m", "base": "b"})
+    return params.model_dump(mode="json", by_alias=True)
+
+
+def repeated_values(values: dict[str, Any], below: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[str]:
+    for key, value in values.items():
+        if (*keys, key) in REPLACED_COLLECTIONS:
+            continue
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            yield from repeated_values(value, below[key], (*keys, key))
+        elif key in below and below[key] == value:
+            yield ".".join((*keys, key))
 
 
 def test_the_paper_profile_reads_the_published_datasets_by_the_papers_tasks():
@@ -157,13 +195,12 @@ def test_a_fault_in_a_chain_of_profiles_is_reported_with_its_file(topic, folder)
 def test_a_profile_is_written_with_its_resolved_values_and_its_head_comment(name):
     source = Path("profiles") / f"{name}.yaml"
     text = resolved_text(source)
-    assert yaml.safe_load(text) == resolve_profile(source)
+    assert yaml.safe_load(text) == complete_values(source)
     head = source.read_text().split("\n\n")[0]
-    assert text.startswith(f"# The profile {name}, as `m3diff profile {name}` wrote it; ")
-    assert f"\n#\n{head}\n\npaths:\n" in text
+    assert text.startswith(f"# The profile {name}, as `m3diff profile {name}` wrote it.\n")
+    assert f"\n#\n{head}\n\n# " in text
     sections = [line for line in text.split("\n") if line and line[0] not in " #"]
-    assert [line.split(":")[0] for line in sections] == list(resolve_profile(Path("profiles/embedded.yaml")))
-    assert all(f"\n\n{line}" in text for line in sections), "an empty line stands before each section"
+    assert [line.split(":")[0] for line in sections] == SECTIONS
     assert max(map(len, text.split("\n"))) <= 120
 
 
@@ -177,9 +214,71 @@ def test_using_a_profile_lists_the_changes():
     assert "compute.val_pairs: 512 -> 64" in use_profile("embedded", Path("params.yaml"), Path("profiles"))
 
 
-def test_a_profile_that_extends_none_is_written_as_it_is():
-    use_profile("embedded", Path("params.yaml"), Path("profiles"))
-    assert Path("params.yaml").read_text() == Path("profiles/embedded.yaml").read_text()
+@pytest.mark.parametrize("name", PROFILE_NAMES)
+def test_a_written_profile_has_every_field_of_every_section_below_its_description(name):
+    """DVC stops at a missing key that dvc.yaml refers to."""
+    lines = resolved_text(Path(f"profiles/{name}.yaml")).split("\n")
+    values = yaml.safe_load("\n".join(lines))
+    for section_name, field in Params.model_fields.items():
+        section = field.annotation
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            continue
+        key = field.alias or section_name
+        assert list(values[key]) == list(section.model_fields)
+        begin = next(number for number, line in enumerate(lines) if line.startswith(f"{key}:"))
+        for inner_key, description in section.field_descriptions().items():
+            line_number = next(n for n in range(begin, len(lines)) if lines[n].startswith(f"  {inner_key}:"))
+            assert in_comment_above(lines, line_number, description), f"{key}.{inner_key}"
+
+
+def in_comment_above(lines: list[str], line_number: int, text: str) -> bool:
+    above = list(itertools.takewhile(lambda line: line.startswith("  #"), reversed(lines[:line_number])))
+    comment = " ".join(line.strip("# ") for line in reversed(above))
+    return " ".join(text.split()) in comment
+
+
+def test_the_keys_of_entries_are_listed_above_them():
+    text = resolved_text(Path("profiles/made-data.yaml"))
+    for key in ("follow_links", "max_pairs", "pos_embed_scale", "cross_attention", "max_text_similarity", "queries"):
+        assert re.search(rf"^ *# .*\b{key}\b", text, re.MULTILINE), key
+    assert "# Pairs of unrelated images" in text
+    assert "Pairs of unrelated images" not in resolved_text(Path("profiles/embedded.yaml")), "it has no such entry"
+
+
+def test_comments_behind_values_of_a_profile_are_kept_unless_the_value_is_replaced(folder):
+    write(
+        folder / "below.yaml",
+        "extends: paper\ntrain:\n  epochs: 3  # three\n  seed: 5  # five\nserve: {port: 9}  # nine\n",
+    )
+    write(folder / "mine.yaml", 'extends: below\ntrain:\n  seed: 6\n  model: "m3diff"   # not # no_module\n')
+    text = resolved_text(Path("profiles/mine.yaml"))
+    assert "\n  epochs: 3  # three\n" in text
+    assert "\n  seed: 6\n" in text
+    assert "\n  model: m3diff  # not # no_module\n" in text
+    assert "\nserve:  # nine\n" in text
+    assert "\n  gpu_kind: A100-40GB  # the paper says A100; 40 GB is our choice\n" in text
+
+
+def test_the_written_questions_are_the_packages_file_as_seen_from_the_working_directory(monkeypatch, tmp_path):
+    profile = PROFILES / "embedded.yaml"
+    assert complete_values(profile)["convert"]["questions"] == str(PROFILES.resolve() / "questions.yaml")
+    monkeypatch.chdir(REPOSITORY)
+    assert complete_values(profile)["convert"]["questions"] == "profiles/questions.yaml"
+    write(tmp_path / "mine.yaml", {"extends": str(PROFILES / "embedded"), "convert": {"questions": "own.yaml"}})
+    assert complete_values(tmp_path / "mine.yaml")["convert"]["questions"] == "own.yaml"
+
+
+def test_a_dataset_a_model_and_a_base_are_enough_for_parameters():
+    """The other sections have defaults, which do not depend on the working directory."""
+    model = {"family": "onediff", "module": None, "lora": {"rank": 2, "alpha": 4}, "rates": {"llm": 0.001}}
+    datasets = {"own": {"reader": "pairs", "root": "own"}}
+    params = Params(ingest={"datasets": datasets}, models={"m": model}, train={"model": "m", "base": "base"})
+    assert params.models["m"].rates == {"vision": None, "module": None, "projector": None, "llm": 0.001}
+    assert Params(ingest=params.ingest, models=params.models, train=params.train) == params
+    assert params.promote.protocol == "own/test"
+    assert params.compute.workers == 0
+    assert "difference" in load_questions(params.convert.questions)
+    assert [fault for rule in PARAMS_RULES for fault in rule(params)] == []
 
 
 def test_a_profile_that_is_replaced_by_another_is_not_kept():
@@ -194,7 +293,7 @@ def copies() -> list[Path]:
 
 def test_parameters_that_are_no_profile_are_kept_in_copies():
     for epochs in (7, 8):
-        text = Path("profiles/embedded.yaml").read_text().replace("epochs: 2.7", f"epochs: {epochs}")
+        text = resolved_text(Path("profiles/embedded.yaml")).replace("epochs: 2.7", f"epochs: {epochs}")
         Path("params.yaml").write_text(text)
         note, *changes = use_profile("paper", Path("params.yaml"), Path("profiles"))
         (copy,) = [copy for copy in copies() if copy.read_text() == text]

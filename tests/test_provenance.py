@@ -14,6 +14,7 @@ import yaml
 from m3diff.__main__ import COMMANDS, USAGE, main
 from m3diff.provenance import code, dvc
 from m3diff.provenance.dvc import require_unchanged_inputs, watched_inputs
+from m3diff.provenance.git import git
 from m3diff.records import LazyMapping
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
@@ -126,6 +127,17 @@ def test_a_failed_command_of_dvc_is_explained_by_the_last_lines_of_its_output(tm
     monkeypatch.setattr(dvc, "DVC", [sys.executable, "-c", program])
     with raises(DataError, "dvc.command_failed", command="dvc pull", folder=tmp_path, cause="second third fourth"):
         dvc.run_dvc(tmp_path, "pull")
+
+
+def test_what_a_dvc_file_beside_it_tracks_is_an_output_of_the_commit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/real.dvc").write_text(f"outs:\n- md5: {'1' * 32}.dir\n  path: real\n")
+    Path("dvc.yaml").write_text("stages: {}\n")
+    Path("params.yaml").write_text("{}\n")
+    for command in (("init", "--quiet"), ("add", "."), ("commit", "--quiet", "--message", "data")):
+        git(*command)
+    assert dvc.tracked_outputs("HEAD", dvc.Lock(text=b"stages: {}")) == {Path("data/real"): f"{'1' * 32}.dir"}
 
 
 def test_a_lazy_mapping_imports_on_lookup_and_accepts_other_objects() -> None:

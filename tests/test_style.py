@@ -1,22 +1,17 @@
-"""The language of the code: one value in an assignment, and names that say what they hold.
-
-Files that break a rule today are in tests/style_debt.json with the number of violations. No file may have more. Whoever
-mends some lowers the number: `python -m tests.test_style > debt.json && mv debt.json tests/style_debt.json`.
-"""
+"""The language of the code: one value in an assignment, names that say what they hold, and counts with their noun."""
 
 import ast
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
 from tests.toy import REPOSITORY
 
 FOLDERS = ("components", "flows", "infra", "benchmarks", "tests")
-DEBT = REPOSITORY / "tests" / "style_debt.json"
 # Pronouns, prepositions, participles and number words. A name made of these alone does not say what it holds.
 # fmt: off
 VAGUE_WORDS = frozenset({
@@ -26,23 +21,15 @@ VAGUE_WORDS = frozenset({
     "their", "theirs", "then", "there", "these", "this", "those", "told", "wanted", "way", "what", "whole",
 })
 # fmt: on
+PLURAL_NOUN = re.compile(r" (?:more |different )?(?!as\b|has\b|is\b|was\b)[a-z-]+s\b")
 # Names that are allowed in a file or below a folder, with the reason
 ALLOWED_NAMES = {
     ("components/scoring/grammar.py", "place"): "a field of a change, beside type and object; reports have the word",
     ("components/stages/augment/stage.py", "made"): "a key of the manifest of made pairs",
     ("components/models/settings.py", "place"): "a key of params.yaml: where the delta tokens are put",
+    ("components/stages/validate/pairs.py", "first"): "a key of validate's report: the first rows of a finding",
     ("benchmarks/pictures.py", "left"): "the left edge of a crop, beside its top",
 }
-# Modules that the next redesign of samples and batches replaces. Nobody renames in them before.
-REPLACED_SOON = (
-    "components/datasets/spec.py",
-    "components/models/processing.py",
-    "components/serving/batcher.py",
-    "components/stages/ingest/stage.py",
-    "components/stages/predict/stage.py",
-    "components/stages/train/batches.py",
-    "components/stages/train/packing.py",
-)
 
 
 @cache
@@ -108,9 +95,34 @@ def is_swap(target: ast.Tuple | ast.List, value: ast.Tuple | ast.List) -> bool:
     return sorted(map(ast.unparse, target.elts)) == sorted(map(ast.unparse, value.elts))
 
 
+def counts_in_plural(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield `line: text` for each number in an f-string before a noun in the plural: use `format_count` instead.
+
+    A constant is large, and a column of aligned numbers has one heading for all of them. Benchmarks and tests are not
+    for users.
+    """
+    if path.startswith(("benchmarks/", "tests/")):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            for value, text in pairwise(node.values):
+                if is_number(value) and isinstance(text, ast.Constant) and PLURAL_NOUN.match(str(text.value)):
+                    yield f"{node.lineno}: {ast.unparse(value)}{text.value}"
+
+
+def is_number(node: ast.AST) -> bool:
+    """Tell whether a value in an f-string is formatted as a whole number with separators, or is a length."""
+    if not isinstance(node, ast.FormattedValue):
+        return False
+    if node.format_spec is None:
+        return isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "len"
+    return not ast.unparse(node.value).isupper() and ast.unparse(node.format_spec).strip("f'\"") in (",", ",.0")
+
+
 RULES: dict[str, Callable[[str, ast.Module], Iterator[str]]] = {
     "vague names": vague_names,
     "tuple assignments": tuple_assignments,
+    "counts in the plural": counts_in_plural,
 }
 
 
@@ -120,43 +132,9 @@ def violations_by_file(rule: str) -> dict[str, list[str]]:
     return {path: lines for path, lines in violations.items() if lines}
 
 
-def print_debt() -> None:
-    """Print the contents of tests/style_debt.json as of today. Files of `REPLACED_SOON` are apart."""
-    debt: dict[str, dict[str, int]] = {}
-    for rule in RULES:
-        counts = {path: len(lines) for path, lines in violations_by_file(rule).items()}
-        debt[rule] = {path: count for path, count in counts.items() if path not in REPLACED_SOON}
-        debt[f"{rule} of modules that are replaced soon"] = {
-            path: count for path, count in counts.items() if path in REPLACED_SOON
-        }
-    print(json.dumps(debt, indent=2))
-
-
-def allowed_counts(rule: str) -> dict[str, int]:
-    """Return the number of violations that tests/style_debt.json allows each file."""
-    debt = json.loads(DEBT.read_text("utf-8"))
-    return debt[rule] | debt[f"{rule} of modules that are replaced soon"]
-
-
 @pytest.mark.parametrize("rule", RULES)
-def test_no_file_breaks_a_rule_more_often_than_its_debt(rule: str) -> None:
-    allowed = allowed_counts(rule)
-    violations = violations_by_file(rule)
-    assert {path: lines for path, lines in violations.items() if len(lines) > allowed.get(path, 0)} == {}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_debt_of_a_file_is_lowered_when_the_file_is_mended(rule: str) -> None:
-    violations = violations_by_file(rule)
-    counts = {path: len(violations.get(path, [])) for path in allowed_counts(rule)}
-    lower = {path: count for path, count in counts.items() if count < allowed_counts(rule)[path]}
-    assert lower == {}, "lower these numbers in tests/style_debt.json: python -m tests.test_style prints them"
-
-
-def test_only_modules_that_are_replaced_soon_are_listed_as_such() -> None:
-    debt = json.loads(DEBT.read_text("utf-8"))
-    listed = {path for rule in RULES for path in debt[f"{rule} of modules that are replaced soon"]}
-    assert sorted(listed - {*REPLACED_SOON}) == []
+def test_no_file_breaks_a_rule(rule: str) -> None:
+    assert violations_by_file(rule) == {}
 
 
 def test_every_allowed_name_is_used() -> None:
@@ -220,5 +198,16 @@ def test_a_swap_an_unpacking_and_a_tuple_are_no_tuple_assignments(statement: str
     assert list(tuple_assignments("components/x.py", ast.parse(statement))) == []
 
 
-if __name__ == "__main__":
-    print_debt()
+@pytest.mark.parametrize(
+    "text",
+    ["f'{count:,} pairs'", "f'of {count:,} more rows'", "f'{len(rows)} rows'", "f'{mean:,.0f} captions a second'"],
+)
+def test_a_number_before_a_noun_in_the_plural_is_seen(text: str) -> None:
+    assert len(list(counts_in_plural("components/x.py", ast.parse(text)))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["f'{name} pairs'", "f'{count:>9,} pairs'", "f'{count:,} is too many'", "f'{count:,}'", "f'{MAX:,} rows'"]
+)
+def test_a_name_a_column_a_constant_and_a_number_alone_are_no_counts_in_the_plural(text: str) -> None:
+    assert list(counts_in_plural("components/x.py", ast.parse(text))) == []

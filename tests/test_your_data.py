@@ -52,7 +52,7 @@ def write_pairs(root: Path) -> None:
 def use_the_embedded_base(params: Path) -> None:
     """Set the model, training and machine of the embedded profile, with two epochs. The data stay the user's."""
     values = yaml.safe_load(params.read_text())
-    embedded = yaml.safe_load((params.parent / "profiles/embedded.yaml").read_text())
+    embedded = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     for section in ("models", "train", "compute"):
         values[section] = embedded[section]
     values["train"]["epochs"] = 2
@@ -118,5 +118,5 @@ def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_shared_fol
     assert run(project, "git status --porcelain --untracked-files=no") == ""
     assert "my-pairs" in (project / "params.yaml").read_text()
     run(project, back)
-    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
+    assert (project / "params.yaml").read_text() == (REPOSITORY / "params.yaml").read_text()
     assert not (project / "profiles/mine.yaml").exists()

@@ -1,8 +1,7 @@
 """Create tiny LLaVA-OneVision and M3Diff models with random weights."""
 
 import json
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,17 @@ from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import folder_sha256, save_checkpoint
+from m3diff.models.contract import Branch
 from m3diff.models.fused import register_kernels
 from m3diff.models.generation import QUESTION
+from m3diff.models.layers import image_pairs
 from m3diff.models.m3diff import M3DiffSettings
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
 from m3diff.models.onediff import OneDiffSettings
-from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
-from m3diff.models.settings import Lora, Rates, VDMConfig, module_config
+from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor, pad_prompts
+from m3diff.models.settings import Lora, VDMConfig, module_config
 from m3diff.models.tuning import prepare_for_training
+from m3diff.records.sample import Turn
 
 MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
 DIFFERENCE = {"kind": "difference", "vision_feature_layers": [1, 2], "init_gain": 1.0}
@@ -97,7 +99,7 @@ def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) 
     """Return the settings of a tiny M3Diff. `rates` changes the learning rates of its parts."""
     without = {"module": None} if mdp is None else {}
     module = None if mdp is None else module_config(**mdp)
-    return M3DiffSettings("m3diff", module, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
+    return M3DiffSettings("m3diff", module, Lora(rank=rank, alpha=4), RATES | without | rates)
 
 
 VDM = {"vision_feature_layers": (1, 2), "tokens": 3, "layers": 4, "width": 12, "heads": 2, "mlp_ratio": 2}
@@ -108,7 +110,7 @@ def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | 
     """Return the settings of a tiny OneDiff. `rates` changes the learning rates of its parts."""
     without = {"module": None} if module is None else {}
     module_settings = None if module is None else VDMConfig(**module)
-    return OneDiffSettings("onediff", module_settings, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
+    return OneDiffSettings("onediff", module_settings, Lora(rank=rank, alpha=4), RATES | without | rates)
 
 
 CASES = ("m3diff", "m3diff without a module", "m3diff difference", "onediff", "onediff on LLaVA-1.5")
@@ -164,10 +166,25 @@ def tiny_checkpoint(
     return folder
 
 
+def pair_prompt(processor: Any, question: str) -> tuple[int, ...]:
+    """Return the token ids of the prompt with a question about a pair."""
+    return processor.encode_prompt((Turn(question),), processor.marks(2))
+
+
+def pair_branch(prompt: Sequence[int], answer: Sequence[int]) -> Branch:
+    """Return the branch of a question with one answer."""
+    return Branch([*prompt, *answer], [(len(prompt), len(prompt) + len(answer))])
+
+
+def image_inputs(processor: Any, pairs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the image arguments of the model for pairs of images, on the CPU."""
+    return processor.image_inputs(processor.collate([processor.prepare(pair) for pair in pairs]), torch.device("cpu"))
+
+
 def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, torch.Tensor]:
     """Return the inputs of `generate` for pairs of images, including those for LLaVA-OneVision's own class."""
-    prepared = [processor.prepare_image(image) for image in chain.from_iterable(pairs)]
-    inputs = {**processor.prompt_inputs(questions), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
+    prompts = [pair_prompt(processor, question) for question in questions]
+    inputs = pad_prompts(prompts, processor.pad_id) | image_inputs(processor, pairs)
     if "batch_num_images" in inputs:
         inputs["image_sizes"] = torch.full((2 * len(pairs), 2), processor.image_processor.side)
     return inputs
@@ -178,7 +195,10 @@ def saliency_map(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
     """Return the saliency maps of pairs without captions."""
     is_llava = hasattr(model, "model")
     with model.record_maps() as maps:
-        model.model.visual_tokens(pixel_values) if is_llava else model(pixel_values=pixel_values)
+        if is_llava:
+            model.model.visual_tokens(pixel_values, image_pairs(len(pixel_values), None))
+        else:
+            model(pixel_values=pixel_values)
     return model.mean_map(maps, len(pixel_values) // (2 if is_llava else 1))
 
 

@@ -10,7 +10,7 @@ from transformers import Blip2ForConditionalGeneration, PreTrainedTokenizerFast
 
 from m3diff.models.blip2idc import Augment, Blip2IDCSettings
 from m3diff.models.blip2idc_model import Blip2IDCConfig
-from m3diff.models.settings import Lora, Rates
+from m3diff.models.settings import Lora
 
 WIDTH = 16
 SIDE = 32
@@ -152,4 +152,4 @@ def write_processor(folder: Path) -> None:
 
 def blip2_settings(rank: int = 2, augment: Augment | None = None, **rates: float | None) -> Blip2IDCSettings:
     """Return the settings of a tiny BLIP2IDC. `rates` changes the learning rates of its parts."""
-    return Blip2IDCSettings("blip2idc", Lora(rank, 2 * rank or 1), Rates(**RATES | rates), augment=augment)
+    return Blip2IDCSettings("blip2idc", Lora(rank, 2 * rank or 1), RATES | rates, augment=augment)

@@ -193,8 +193,8 @@ def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
             path = root / folder / f"{number}.png"
             images.append({"uri": str(path), "sha256": hashlib.sha256(path.read_bytes()).digest()})
         row = {"id": f"{name}/{number:06d}.png", "dataset": name, "split": split, "references": ["it became red"]}
-        rows.append(row | {"images": images})
-    write_rows(out / "records.parquet", rows)
+        rows.append(row | {"image_set": row["id"], "images": images, "history": [], "question": None})
+    write_rows(out / "records" / "00000.parquet", rows)
     if (root / "grammar.json").is_file():
         shutil.copy(root / "grammar.json", out)
     (paths["records"] / f"{name}.json").write_text(json.dumps({"rows": len(rows)}))
@@ -204,6 +204,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    path.parent.mkdir(exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
@@ -215,17 +216,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def validate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     datasets = params["ingest"]["datasets"]
-    rows = [row for name in datasets for row in read_rows(paths["records"] / name / "records.parquet")]
-    write_rows(paths["clean"] / "records.parquet", rows)
-    write_rows(paths["clean"] / "quarantine.parquet", [{"id": "", "limit": params["validate"]["max_caption_chars"]}])
+    rows = [row for name in datasets for row in read_rows(paths["records"] / name / "records" / "00000.parquet")]
+    write_rows(paths["clean"] / "records" / "00000.parquet", rows)
+    limit = params["validate"]["max_caption_chars"]
+    write_rows(paths["clean"] / "quarantine" / "00000.parquet", [{"id": "", "limit": limit}])
     (paths["clean"] / "docs").mkdir()
     (paths["clean"] / "docs" / "index.html").write_text("clean")
 
 
 def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     questions = Path(params["convert"]["questions"]).read_text()
-    columns = ("id", "dataset", "split", "images")
-    rows = read_rows(paths["clean"] / "records.parquet")
+    columns = ("id", "image_set", "dataset", "split", "images")
+    rows = read_rows(paths["clean"] / "records" / "00000.parquet")
     for split in ("train", "val", "test"):
         samples = [
             {name: row[name] for name in columns} | {"record": row["id"]} for row in rows if row["split"] == split

@@ -48,7 +48,7 @@ from m3diff.runtime import prepare
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
 from m3diff.scoring.bootstrap import statistics as statistics_of_pairs
 from m3diff.scoring.metrics import METRICS
-from m3diff.settings.load import load_params, resolve_profile
+from m3diff.settings.load import complete_values, load_params
 from m3diff.settings.section import Section, faults_of_validation_error, suggest_name
 from m3diff.settings.tree import Params
 
@@ -183,7 +183,7 @@ def faults_of(cfg: Experiment) -> Iterator[Fault]:
     for number, (name, entry) in enumerate(cfg.variants.items()):
         earlier_names = list(cfg.variants)[:number]
         synthetic = entry.get(SYNTHETIC, [])
-        datasets = resolve_profile(SYNTHETIC_DATA)["augment"] if synthetic else ()
+        datasets = complete_values(SYNTHETIC_DATA)["augment"] if synthetic else ()
         if not isinstance(synthetic, list) or not set(synthetic) <= set(datasets):
             key = f"variants.{name}.{SYNTHETIC}"
             names = list(datasets)
@@ -216,7 +216,7 @@ def changes_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """
     changes = {key: value for key, value in entry.items() if key not in (SYNTHETIC, SAME_STEPS)}
     for name in entry.get(SYNTHETIC, ()):
-        profile = resolve_profile(SYNTHETIC_DATA)
+        profile = complete_values(SYNTHETIC_DATA)
         profile["augment"][name]["source"]["splits"] = ["train"]
         changes[f"+augment.{name}"] = profile["augment"][name]
         changes[f"+ingest.datasets.{name}"] = profile["ingest"]["datasets"][name]

@@ -14,18 +14,20 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import torch
 
 from benchmarks.experiments.runs import PARAMS, copy, read
 from m3diff.images.open import load_image
+from m3diff.models.contract import Prepared
 from m3diff.models.generation import QUESTION, Captioner, load_captioner
+from m3diff.models.processing import pad_prompts
+from m3diff.records.sample import Turn
 from m3diff.records.schemas import NO_CHANGE
+from m3diff.records.tables import read_table
 from m3diff.scoring.metrics.pixel_threshold import roc_auc
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params, Paths
@@ -138,13 +140,13 @@ def measure_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any
     """Return the captions per second and, for each dataset, the result of `no_change_area`."""
     params = load_params(PARAMS)
     captioner = load_captioner(checkpoint, params.predict.max_new_tokens)
-    records = pq.read_table(params.paths.clean / "records.parquet").to_pylist()
+    records = read_table(params.paths.clean / "records").to_pylist()
     test_rows = [row for row in records if row["split"] == "test"]
     start_time = time.monotonic()
-    pairs = [prepared_images(captioner, row) for row in test_rows[:CAPTIONS]]
+    pairs = [prepared_pair(captioner, row) for row in test_rows[:CAPTIONS]]
     for start in range(0, CAPTIONS, BATCH):
-        images = list(chain.from_iterable(pairs[start : start + BATCH]))
-        captioner.answer(images, QUESTION)
+        batch = pairs[start : start + BATCH]
+        captioner.answer(batch, [(Turn(QUESTION),)] * len(batch))
     speed = min(CAPTIONS, len(test_rows)) / (time.monotonic() - start_time)
     shares = no_change_shares(captioner, [row for row in records if row["split"] == "train"])
     areas = {}
@@ -154,9 +156,9 @@ def measure_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any
     return {"captions_per_s": speed, "no_change_auc": areas}
 
 
-def prepared_images(captioner: Captioner, row: Mapping[str, Any]) -> list[np.ndarray]:
+def prepared_pair(captioner: Captioner, row: Mapping[str, Any]) -> Prepared:
     """Return the before-image and the after-image of a record, prepared by the model's processor."""
-    return [captioner.processor.prepare_image(load_image(image["uri"])) for image in row["images"]]
+    return captioner.processor.prepare(load_image(image["uri"]) for image in row["images"])
 
 
 def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -171,7 +173,7 @@ def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) ->
     unchanged: Counter[int] = Counter()  # number of references of unchanged pairs by their first token
     changed: Counter[int] = Counter()  # the same for changed pairs
     for row in rows:
-        first_tokens = [captioner.processor.encode_reference(text)[0] for text in row["references"]]
+        first_tokens = [captioner.processor.encode_answer(text)[0] for text in row["references"]]
         counter = unchanged if row["change_types"] == [NO_CHANGE] else changed
         counter.update(first_tokens)
     return {token: count / (count + changed[token]) for token, count in unchanged.items()}
@@ -199,9 +201,10 @@ def no_change_area(
     no_change: list[float] = []
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
-        arrays = list(chain.from_iterable(prepared_images(captioner, row) for row in batch))
-        images = torch.from_numpy(np.stack(arrays))
-        inputs = captioner.processor.prompt_inputs([QUESTION] * len(batch)) | captioner.processor.image_inputs(images)
+        prepared = [prepared_pair(captioner, row) for row in batch]
+        prompts = [captioner.processor.encode_prompt((Turn(QUESTION),), pair.marks) for pair in prepared]
+        inputs = pad_prompts(prompts, captioner.processor.pad_id)
+        inputs |= captioner.processor.image_inputs(captioner.processor.collate(prepared), captioner.model.device)
         logits = captioner.model(**inputs, use_cache=False).logits[:, -1]
         no_change += (logits.softmax(-1)[:, tokens] @ weights).tolist()
     change_scores: dict[bool, list[float]] = {True: [], False: []}

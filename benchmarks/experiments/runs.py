@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from m3diff.records.errors import ParamsError
-from m3diff.settings.load import load_params, resolve_profile
+from m3diff.settings.load import complete_values, load_params
 from m3diff.settings.section import Section
 from m3diff.settings.tree import Paths
 from m3diff.stages.train.job import DatasetFilter
@@ -233,7 +233,7 @@ def write_params(profile: Path, folder: Path, seed: int) -> Path:
 
     All outputs go to `folder`.
     """
-    values = resolve_profile(profile)
+    values = complete_values(profile)
     values["train"]["seed"] = seed
     values["paths"] |= {name: str(folder / name) for name in ("model", "predictions", "report")}
     values["compute"]["scratch"] = str(folder / "scratch")

@@ -179,7 +179,7 @@ def describe_command(summary: str, command: Command) -> str:
     """Return the part of a command's help between the usage and the arguments."""
     facts = {"reads": command.reads, "writes": command.writes, "needs": command.needs}
     if command.sections:
-        facts["parameters"] = f"{command.sections} in {PARAMS_FILE}; profiles/embedded.yaml says what each value is"
+        facts["parameters"] = f"{command.sections} in {PARAMS_FILE}, which says what each value is"
     fact_lines = [wrap_text(text, f"  {heading:<12}", " " * NAME_COLUMN) for heading, text in facts.items() if text]
     lines = [wrap_text(summary)]
     if fact_lines:

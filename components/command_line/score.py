@@ -59,6 +59,7 @@ COMMAND = Command(
     examples=(
         "m3diff score captions.json --benchmark spot_the_diff --data spot-the-diff/",
         "m3diff score captions.csv --references references.json --json",
+        "m3diff score answers.json --data data/02_records/my-questions",
     ),
     extra="score",
     parameters="none",

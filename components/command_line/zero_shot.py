@@ -16,12 +16,13 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     from m3diff.settings.rules import check_paths
 
     check_paths(params, "evaluate")
-    from m3diff.commands.zero_shot import PROMPT, ZeroShotRequest, zero_shot
+    from m3diff.commands.zero_shot import PROMPT, QUESTION_PROMPT, ZeroShotRequest, zero_shot
 
     request = ZeroShotRequest(
         url=args.url,
         model=args.model,
         prompt=args.prompt or PROMPT,
+        question_prompt=args.question_prompt or QUESTION_PROMPT,
         key_variable=args.key_variable,
         max_tokens=args.max_tokens or None,
         limit=params.predict.limit if args.limit is None else args.limit,
@@ -44,6 +45,7 @@ COMMAND = Command(
         ),
         argument("--out", **FOLDER, help="folder for captions and report"),
         argument("--prompt", metavar="TEXT", help="text sent with the images; {question} is the pair's question"),
+        argument("--question-prompt", metavar="TEXT", help="text sent with a record's own {question}"),
         argument(
             "--max-tokens", type=parse_count, metavar="N", help="maximum tokens per answer; default: the server's"
         ),

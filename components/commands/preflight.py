@@ -3,11 +3,13 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from m3diff.cluster import NoRoomError, require_head
@@ -17,14 +19,16 @@ from m3diff.records.machine import free_memory
 from m3diff.registry import tracking
 from m3diff.registry.decisions import read_decisions
 from m3diff.registry.moves import find_lost_champion
-from m3diff.registry.versions import CHAMPION, resolve_alias
+from m3diff.registry.versions import CHAMPION, find_aliased_version, read_trained_question, resolve_alias
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import try_spice
 from m3diff.settings.rules import missing_inputs
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
-from m3diff.stages.ingest.params import HOW_TO_TEST
+from m3diff.stages.convert.params import MixtureSource
+from m3diff.stages.convert.stage import load_questions
+from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
 from m3diff.stages.train.params import MOMENTS
 
 GIB = 2**30
@@ -33,6 +37,7 @@ CHECKPOINTS_IN_FLIGHT = 4  # maximum number of checkpoints at the same time: a n
 # Memory for CPU training, in base sizes: weights, gradients and the optimizer's moments
 TRAINING_COPIES = 2 + len(MOMENTS)
 NVIDIA_TIMEOUT_S = 60
+MAX_QUESTION_CHARS = 120  # longer questions are shortened in notes
 
 
 class NotReadyError(ParamsError):
@@ -200,6 +205,63 @@ def faults_of_test_pairs(params: Params) -> Iterator[Fault]:
             root=entry.root,
             hint=HOW_TO_TEST,
         )
+
+
+def notes_on_questions(params: Params) -> list[str]:
+    """Return a note if datasets ask other questions than the one that the champion was trained on, otherwise no note.
+
+    The datasets must be checked out. There is no note if the champion does not name its question, or if MLflow or the
+    data cannot be read, because the checks and stages report these problems.
+    """
+    try:
+        champion = find_champion(params)
+        trained_question = None if champion is None else read_trained_question(champion)
+        if champion is None or trained_question is None:
+            return []
+        task_questions = load_questions(params.convert.questions)
+        phrases: list[str] = []
+        for name, entry in params.ingest.datasets.items():
+            task = params.convert.sources.get(name, MixtureSource()).task or DATASETS[entry.reader].task
+            if task not in task_questions or not entry.root.is_dir():
+                continue  # convert and ingest report these problems
+            questions = list_questions(entry, task_questions[task][0])
+            if questions and trained_question not in questions:
+                phrases.append(describe_questions(name, questions))
+    except (DataError, MlflowException, OSError, ValueError):
+        return []
+    if not phrases:
+        return []
+    return [
+        f"{champion.name} version {champion.version}, the champion, was trained on the question “{trained_question}”. "
+        f"The data ask other questions: {'; '.join(phrases)}. The gate compares the answers of both models to the "
+        f"questions of {params.promote.protocol} (promote.protocol)"
+    ]
+
+
+def find_champion(params: Params) -> ModelVersion | None:
+    """Return the champion, or None if nothing has been promoted yet."""
+    store = tracking.resolve_uri(params.register_.tracking_uri)
+    if store.startswith(tracking.SQLITE) and not Path(store.removeprefix(tracking.SQLITE)).is_file():
+        return None
+    with tracking.connect(params.register_.tracking_uri) as client:
+        return find_aliased_version(client, params.register_.model_name, CHAMPION)
+
+
+def list_questions(entry: DatasetEntry, task_question: str) -> list[str]:
+    """Return the distinct questions of a dataset in the order of its rows.
+
+    Args:
+        task_question: question that is asked about records without a question of their own.
+    """
+    rows = DATASETS[entry.reader].read(entry.root, **entry.options)
+    return list(dict.fromkeys(row.question or task_question for row in rows if not row.fault))
+
+
+def describe_questions(dataset: str, questions: Sequence[str]) -> str:
+    """Return which questions a dataset asks, in words: the first one, and how many there are."""
+    example = textwrap.shorten(questions[0], MAX_QUESTION_CHARS, placeholder=" ...")
+    count = "" if len(questions) == 1 else f" and {len(questions) - 1:,} more"
+    return f"{dataset} asks “{example}”{count}"
 
 
 def size_of(folder: Path) -> int:

@@ -1,9 +1,10 @@
 """Caption the test split with a model behind an OpenAI-compatible endpoint, and score the captions.
 
 Papers report such zero-shot scores for large models. Each pair is sent as one message with the image before, the image
-after, and the question that the stage predict asks. The captions are written in the format of predict and scored by the
-stage evaluate, which also writes its page. There are no controls, saliency maps or training curves. Run: `m3diff
-zero-shot --url URL --model NAME`.
+after, and the question that the stage predict asks. If a record has its own question, this question is sent with a
+sentence that asks for a short answer, and the turns before it are sent as earlier messages. The captions are written in
+the format of predict and scored by the stage evaluate, which also writes its page. There are no controls, saliency maps
+or training curves. Run: `m3diff zero-shot --url URL --model NAME`.
 
 Refusals, empty answers and truncated answers are scored as empty captions and listed. Answers are stored in the scratch
 folder by question and server, so repeating a finished run sends nothing, and repeating a killed run continues it.
@@ -13,7 +14,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +26,9 @@ from m3diff.endpoint.questions import EndpointQuestion, replace_surrogates
 from m3diff.endpoint.transport import EndpointError
 from m3diff.endpoint.url import on_this_machine
 from m3diff.images.open import ImageError, load_image
-from m3diff.records.errors import DataError, Fault, redact
+from m3diff.records.errors import DataError, Fault, format_count, redact
 from m3diff.records.files import StageReport, new_folder, write_atomic
+from m3diff.records.tables import read_table
 from m3diff.report.origin import Origin
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
@@ -37,12 +39,16 @@ from m3diff.scoring.results import EvaluateReport, headline_scores
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
-from m3diff.stages.predict.stage import PredictionItem, read_test_pairs
+from m3diff.stages.predict.stage import PredictionItem, read_test_items
 
 # Written for this project, because the paper with the zero-shot scores (arXiv 2503.11093 v2) does not print a prompt
 PROMPT = (
     "The two images come in order: the first was taken before, the second after. {question} "
     "Answer with one plain sentence of what changed, and nothing else."
+)
+# Own questions of records, such as "How many buildings are new?", also have short answers as references
+QUESTION_PROMPT = (
+    "{question} Answer as briefly as possible: with yes or no, a number, a few words, or one short sentence."
 )
 # Methods whose published scores are marked as zero-shot (arXiv 2503.11093 v2, Table 3)
 ZERO_SHOT_METHODS = ("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")
@@ -56,8 +62,10 @@ class ZeroShotRequest:
 
     Attributes:
         url: URL of the endpoint, ending with /v1.
-        prompt: text sent with the images. {question} is replaced by the question that the stage predict asks about the
-            pair.
+        prompt: text sent with the images of a pair. {question} is replaced by the question that the stage predict asks
+            about the pair.
+        question_prompt: text sent instead of `prompt` if the question belongs to the record, or if the record is not
+            about a pair. {question} is replaced by the question.
         key_variable: environment variable that holds the key, so that it is not stored in any file.
         max_tokens: maximum length of an answer, in tokens; None uses the server's default.
         limit: maximum number of test pairs; 0 uses all.
@@ -69,6 +77,7 @@ class ZeroShotRequest:
     url: str
     model: str
     prompt: str = PROMPT
+    question_prompt: str = QUESTION_PROMPT
     key_variable: str = "OPENAI_API_KEY"
     max_tokens: int | None = None
     limit: int = 0
@@ -79,6 +88,8 @@ class ZeroShotRequest:
     def default_folder(self, scratch: Path) -> Path:
         """Return the default output folder, named after the model and a hash of everything that affects the result."""
         inputs = [self.model, self.url, self.prompt, self.max_tokens, self.limit]
+        if self.question_prompt != QUESTION_PROMPT:
+            inputs.append(self.question_prompt)
         if self.reuse_answers:  # another server's answers must not replace this server's result
             inputs.append("reuse_answers")
         digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:8]
@@ -118,13 +129,14 @@ class ZeroShotResult(NamedTuple):
         test_pairs = self.captions_report.rows_in
         for kind, ids in self.captions_report.without_caption.items():
             if ids:
-                answers = f"{len(ids):,} of {test_pairs:,} answers were {kind}"
+                answers = f"{len(ids):,} of {format_count(test_pairs, 'answer was', 'answers were')} {kind}"
                 lines.append(f"{answers} and are scored as an empty caption: {list_ids(ids)}")
         for protocol, percentages in headline_scores(self.scores_report).items():
             protocol_scores = self.scores_report.protocols[protocol]
             coverage = ""
-            if protocol_scores.is_partial:
-                coverage = f" ({protocol_scores.pairs:,} of {protocol_scores.published_pairs:,} pairs)"
+            published_pairs = protocol_scores.published_pairs
+            if protocol_scores.is_partial and published_pairs is not None:
+                coverage = f" ({protocol_scores.pairs:,} of {format_count(published_pairs, 'pair')})"
             lines.append(f"{protocol}{coverage}, times 100: {format_scores(percentages)}")
             dataset = protocol.partition("/")[0]
             for row in published_rows(dataset):
@@ -169,9 +181,9 @@ def zero_shot(
     if out is not None and out.exists():
         raise DataError("zero_shot.folder_exists", path=out)
     cfg = cfg.model_copy(update={"allow_fewer_pairs": cfg.allow_fewer_pairs or request.limit > 0})
-    pairs = read_test_pairs(mixture)[: request.limit or None]
+    pairs = read_test_items(mixture)[: request.limit or None]
     check_before_sending(request, cfg, pairs, records, clean)
-    answers, sources = ask_endpoint(request, pairs, compute.scratch)
+    answers, sources = ask_endpoint(request, pairs, read_own_questions(clean), compute.scratch)
     folder = out or request.default_folder(compute.scratch)
     with new_folder(folder) as unfinished:
         predictions = unfinished / "predictions"
@@ -207,12 +219,41 @@ def check_before_sending(
             raise DataError("zero_shot.unusable_image", pair=pair.id, cause=error.fault) from error
 
 
+def read_own_questions(clean: Path) -> frozenset[str]:
+    """Return the ids of the test records that have a question of their own, not one of their dataset's task.
+
+    Raises:
+        DataError: the records cannot be read.
+    """
+    rows = read_table(clean / "records", ["id", "question"], filters=[("split", "=", "test")]).to_pylist()
+    return frozenset(row["id"] for row in rows if row["question"] is not None)
+
+
+def question_about(request: ZeroShotRequest, item: PredictionItem, own_questions: Collection[str]) -> EndpointQuestion:
+    """Return the question about a record as it is sent to the endpoint.
+
+    Args:
+        own_questions: ids of the records that have a question of their own.
+    """
+    *history, last_turn = item.turns
+    asks_what_changed = len(item.images) == 2 and item.id not in own_questions
+    prompt = request.prompt if asks_what_changed else request.question_prompt
+    return EndpointQuestion(
+        text=prompt.replace("{question}", last_turn.question),
+        images=tuple(Path(image.uri) for image in item.images),
+        history=tuple(history),
+    )
+
+
 def ask_endpoint(
-    request: ZeroShotRequest, pairs: Sequence[PredictionItem], scratch: Path
+    request: ZeroShotRequest, pairs: Sequence[PredictionItem], own_questions: Collection[str], scratch: Path
 ) -> tuple[list[EndpointAnswer], list[AnswerSource]]:
     """Return the answers for the pairs, in order, and the servers that gave them.
 
     The destination of the images is printed before the first one is sent.
+
+    Args:
+        own_questions: ids of the records that have a question of their own.
     """
     print(
         f"zero-shot: {len(pairs):,} test pairs: the images and the question of each pair without a stored answer are "
@@ -229,12 +270,7 @@ def ask_endpoint(
         reuse=request.reuse_answers,
         option=Fault("zero_shot.reuse_option"),
     )
-    questions = [
-        EndpointQuestion(
-            request.prompt.replace("{question}", pair.question), tuple(Path(image.uri) for image in pair.images)
-        )
-        for pair in pairs
-    ]
+    questions = [question_about(request, pair, own_questions) for pair in pairs]
     try:
         answers = endpoint.ask(questions, "zero-shot")
     except EndpointError as error:

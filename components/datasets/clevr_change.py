@@ -24,6 +24,7 @@ from m3diff.datasets.files import read_json
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import NO_CHANGE
 
+FILES = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json")
 # For each of a scene's two pairs: the caption file, the beginning of the after image's path, the end of the pair's name
 PAIRS_OF_SCENE = (
     ("change_captions.json", "sc_images/CLEVR_semantic", ""),
@@ -63,6 +64,11 @@ def read(root: Path) -> Iterator[spec.Row]:
             yield spec.broken_row(None, f"{file}, {key}", fault, key, key + suffix)
 
 
+def recognise(root: Path) -> bool:
+    """Return whether the folder has a file besides splits.json, which much other data has."""
+    return spec.has_other_file(root, FILES, "splits.json")
+
+
 def _read_types(path: Path) -> dict[str, list[str]]:
     """Return the change types by image name. Images that are not listed have an empty list."""
     types_of_image: dict[str, list[str]] = defaultdict(list)
@@ -86,7 +92,8 @@ SPEC = spec.DatasetSpec(
     paper="Robust Change Captioning (Park et al., ICCV 2019)",
     licence=spec.UNSTATED_LICENCE,
     read=read,
-    files=("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json"),
+    files=FILES,
+    recognise=recognise,
     published=(PUBLISHED,),
     references=493_735,
     protocols=(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from m3diff.datasets import spec
 from m3diff.datasets.files import read_json
-from m3diff.records.errors import Fault
+from m3diff.records.errors import DataError, Fault
 
 
 def read(root: Path) -> Iterator[spec.Row]:
@@ -47,6 +47,18 @@ def read(root: Path) -> Iterator[spec.Row]:
         yield spec.broken_row(None, f"captions.json, {key}", fault, key, key)
 
 
+def recognise(root: Path) -> bool:
+    """Return whether the captions are those of numbered scenes. Much other data has a captions.json.
+
+    Without readable captions, the folders of the images decide.
+    """
+    try:
+        captions = read_json(root / "captions.json", dict)
+    except DataError:
+        return (root / "bef").is_dir() and (root / "aft").is_dir()
+    return bool(captions) and all(key.isdecimal() for key in captions)
+
+
 PUBLISHED = spec.Published(
     "clevr_dc", "CLEVR-DC", spec.SplitCount(40_800), spec.SplitCount(2_400), spec.SplitCount(4_800)
 )
@@ -58,6 +70,7 @@ SPEC = spec.DatasetSpec(
     licence=spec.UNSTATED_LICENCE,
     read=read,
     files=("captions.json", "split.json"),
+    recognise=recognise,
     published=(PUBLISHED,),
     protocols=(spec.Protocol("test", published_pairs=PUBLISHED.test.pairs, source=DIRL),),
 )

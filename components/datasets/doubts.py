@@ -8,14 +8,12 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import yaml
 
 from m3diff.datasets.odd_captions import OddCaptions, select_unconfirmed
 from m3diff.datasets.placeholders import is_placeholder
-from m3diff.datasets.questions import IMAGE_PLACEHOLDER, asks_what_changed
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import Fault
 
@@ -65,7 +63,8 @@ def find_doubts(
         is_user_dataset: whether the user collected the dataset (reader `pairs`). Its captions get additional checks.
         odd_captions: captions of the dataset that were probably not written by a person.
     """
-    rows_with_captions = [row for row in rows if isinstance(row.references, list)]
+    # Answers to questions are often single words, lists of numbers, or "none"
+    rows_with_captions = [row for row in rows if isinstance(row.references, list) and row.question is None]
     captions: list[Caption] = []
     for row in rows_with_captions:
         captions += [(row, text) for text in row.references if isinstance(text, str)]
@@ -76,14 +75,9 @@ def find_doubts(
     if not is_user_dataset:
         return
 
-    doubts_about_questions: list[Doubt] = []
-    if not options.get("all_ask_what_changed"):
-        doubts_about_questions = list(_doubts_about_questions(rows))
-    yield from doubts_about_questions
-    if not doubts_about_questions:
-        if options.get("separator") is None:
-            yield from _doubts_about_separators(captions)
-        yield from _doubts_about_placeholders(captions, options.get("no_caption"))
+    if options.get("separator") is None:
+        yield from _doubts_about_separators(captions)
+    yield from _doubts_about_placeholders(captions, options.get("no_caption"))
 
     # The doubts about printed lists and literals already cover the quotes and escapes in them
     covered_kinds = {"literals", "escapes"} if doubts_about_literals else set[str]()
@@ -148,7 +142,7 @@ def _doubts_about_single_words(rows: Sequence[Row]) -> Iterator[Doubt]:
         yield Doubt(
             Fault(
                 "datasets.captions_are_single_words",
-                path=_source_of(first_row),
+                path=first_source(first_row),
                 words=[str(word) for word in first_row.references[:4]],
                 rows=len(rows_of_words),
             ),
@@ -225,34 +219,6 @@ def _doubts_about_placeholders(captions: Sequence[Caption], no_caption: Sequence
     )
 
 
-def _doubts_about_questions(rows: Sequence[Row]) -> Iterator[Doubt]:
-    """Check whether all questions that the captions answer are known to ask what changed. If not, yield a doubt."""
-    questions = list(chain.from_iterable(row.questions for row in rows))
-    known_texts = {question.text for question in questions if asks_what_changed(question.text)}
-    if all(question.text in known_texts for question in questions):
-        return
-
-    # A column name with braces is a template of several columns, which cannot be a condition of `where`
-    known_text_of_column = {
-        question.column: question.text
-        for question in questions
-        if question.text in known_texts and "{" not in question.column
-    }
-    answers: list[dict[str, Any]] = []
-    for column, known_text in known_text_of_column.items():
-        texts_of_column = {question.text for question in questions if question.column == column}
-        # If all questions in the column are equal, a filter would match every row. It would be refused, and it would
-        # not exclude the questions in other columns
-        if len(texts_of_column) > 1:
-            answers.append({"where": {column: known_text}})
-    answers.append({"all_ask_what_changed": True})
-
-    first_row = next(row for row in rows if row.questions)
-    texts = [IMAGE_PLACEHOLDER.sub(" ", question.text) for question in questions]
-    counts = _describe_counts(" ".join(text.split()) for text in texts)
-    yield Doubt(Fault("datasets.captions_answer_questions", path=_source_of(first_row), questions=counts), answers)
-
-
 def _doubts_about_odd_captions(odd_captions: Sequence[OddCaptions], confirmed_kinds: Sequence[str]) -> Iterator[Doubt]:
     """Check the test split for odd captions whose kind is not confirmed. If there are any, yield a single doubt."""
     unconfirmed_captions = select_unconfirmed(odd_captions, confirmed_kinds)
@@ -266,11 +232,11 @@ def _doubts_about_odd_captions(odd_captions: Sequence[OddCaptions], confirmed_ki
 def _first_source(captions: Sequence[Caption]) -> str:
     """Return the file and row of the first caption."""
     row, _ = captions[0]
-    return _source_of(row)
+    return first_source(row)
 
 
-def _source_of(row: Row) -> str:
-    """Return the file and row of a pair. If several rows describe the pair, return the first row."""
+def first_source(row: Row) -> str:
+    """Return the file and row of a record. If several rows belong to the record, return the first row."""
     return row.source.split(" and ")[0]
 
 

@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from m3diff.datasets.files import Embedded
 from m3diff.datasets.spec import Row
-from m3diff.records.errors import DataError, ValueFault
+from m3diff.records.errors import DataError, ValueFault, format_count
 from m3diff.records.schemas import SPLITS, Split
 from m3diff.settings.section import Section
 
@@ -134,7 +134,8 @@ class DrawnCounts:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{count:,} {split}" for split, count in self.pairs.items())
-        return f"{counts} pairs of {self.groups:,} scenes"
+        pairs = "pair" if sum(self.pairs.values()) == 1 else "pairs"
+        return f"{counts} {pairs} of {format_count(self.groups, 'scene')}"
 
 
 def draw_splits(root: Path, rows: Sequence[Row], shares: SplitShares, notes: list[str]) -> Iterator[Row]:
@@ -235,8 +236,12 @@ def _group_name(rows: Sequence[Row]) -> str:
     This is one of the group's scenes. For groups without scenes, it is one of the images before, or else any image.
     Among several, the scene or image with the smallest hash is chosen, because additional pairs seldom change it.
     """
-    # If no column names scenes, the scene of a row is its own name
-    scenes = [f"scene {row.scene}" for row in rows if isinstance(row.scene, str) and row.scene != row.name]
+    # If no column names scenes, the scene of a row is its own name or that of its images
+    scenes = [
+        f"scene {row.scene}"
+        for row in rows
+        if isinstance(row.scene, str) and row.scene not in (row.name, row.image_set)
+    ]
     keys_of_images_before = [_image_key(row.images[0]) for row in rows if row.images]
     images_before = [f"image {key}" for key in keys_of_images_before if key]
     names = scenes or images_before or list(chain.from_iterable(map(_nodes_of, rows)))

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import read_shards
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, make_rows
+from m3diff.datasets.spec import (
+    DatasetSpec,
+    Licence,
+    Permission,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    has_record,
+    make_rows,
+)
 
 FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
 BEFORE = "image"
@@ -31,6 +41,14 @@ def read(root: Path) -> Iterator[Row]:
     """Yield one row per edit, beginning with the validation split."""
     for split, pattern in FILES.items():
         yield from make_rows(split, read_shards(root, pattern, list(FIELDS)), FIELDS, _make_row)
+
+
+def recognise(root: Path) -> bool:
+    """Return whether the files have Emu Edit's columns, with or without edits.
+
+    The files of many other datasets on the Hugging Face Hub have the same names.
+    """
+    return has_record(root, FILES.values(), ("idx", "hash", "instruction", BEFORE))
 
 
 def _make_row(split: str, source: str, edit: dict[str, Any]) -> Row:
@@ -52,9 +70,10 @@ SPEC = DatasetSpec(
     title="Emu Edit",
     page="https://huggingface.co/datasets/facebook/emu_edit_test_set_generations",
     paper="Emu Edit: Precise Image Editing via Recognition and Generation Tasks (Sheynin et al., CVPR 2024)",
-    licence=Licence.of("CC BY-NC 4.0", "https://creativecommons.org/licenses/by-nc/4.0/", NON_COMMERCIAL),
+    licence=Licence.for_every_use("CC BY-NC 4.0", "https://creativecommons.org/licenses/by-nc/4.0/", NON_COMMERCIAL),
     read=read,
     files=tuple(FILES.values()),
+    recognise=recognise,
     task="edit",
     published=(PUBLISHED,),
     protocols=(Protocol("test", published_pairs=None),),

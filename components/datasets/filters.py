@@ -27,7 +27,7 @@ from fractions import Fraction
 from typing import Any
 
 from m3diff.datasets.files import columns_in, pick
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, format_count
 from m3diff.records.schemas import NO_CHANGE, Split
 from m3diff.settings.section import suggest_name
 
@@ -332,7 +332,7 @@ class RowFilter:
     def notes(self) -> Iterator[str]:
         """Yield sentences about the number of matching rows and about accepted values that no row has."""
         if self.row_count:
-            yield f"{self} matches {self.match_count:,} of {self.row_count:,} rows"
+            yield f"{self} matches {self.match_count:,} of {format_count(self.row_count, 'row')}"
         for column, values in self._absent_values.items():
             if self.match_count and values:
                 absent_values = ", ".join(map(_describe, values))

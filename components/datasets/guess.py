@@ -31,6 +31,7 @@ MAX_TASKS = 7  # a column with more distinct texts does not name tasks
 PLAIN_FIELDS = ("id", "scene", "change_types")  # columns that the reader finds by name, so no option has to name them
 # Tables that are tried first. If one of them has the documented columns, no other tables are tried
 DOCUMENTED_FILES = ("pairs.csv", "annotations.json")
+DATASET_DICT_FILE = "dataset_dict.json"  # lists the splits of a DatasetDict that `save_to_disk` wrote
 IMAGE_FIELDS = {"before", "after", "images"}
 
 
@@ -142,8 +143,16 @@ def _combine_guesses(guesses: Mapping[str, TableGuess]) -> TableGuess:
     return TableGuess(answers[0], notes, [Doubt(question, answers)])
 
 
+def is_saved_by_datasets(folder: Path) -> bool:
+    """Return True if a folder was written by `save_to_disk` of the library `datasets`: a Dataset or a DatasetDict."""
+    is_dataset = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return is_dataset or (folder / DATASET_DICT_FILE).is_file()
+
+
 def table_files(root: Path) -> list[Path]:
     """Return the files in a folder that could be tables, except hidden ones. Return [] if the folder is unreadable."""
+    if is_saved_by_datasets(root):
+        return []  # its JSON files describe the data in its Arrow files
     try:
         tables = (path for path in root.iterdir() if path.suffix.lower() in TABLE_SUFFIXES)
         return sorted(path for path in tables if path.name[0] not in "._")
@@ -153,7 +162,7 @@ def table_files(root: Path) -> list[Path]:
 
 def _select_named_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that the option `columns` must name: by field, the columns that the reader would not find."""
-    always_named_fields = ("images", "question")
+    always_named_fields = ("images", "question", "history")
     return {field: name for field, name in columns.items() if field != name or field in always_named_fields}
 
 
@@ -186,6 +195,8 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
         split_choice = choose_split_column(path, sample.options, other_values, split_of_all)
     text_columns, text_doubts, unread_columns = _text_columns(path, values, other_values, split_choice.occupied)
     columns = image_columns_by_field | text_columns
+    if "question" in columns and any(isinstance(value, list) for value in values.get("history", [])):
+        columns["history"] = "history"
     if split_choice.column:
         columns["split"] = split_choice.column
     doubts += text_doubts

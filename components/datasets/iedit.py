@@ -43,6 +43,11 @@ def read(root: Path, images: str = "images") -> Iterator[spec.Row]:
         yield from spec.make_rows(split, records, FIELDS, make_row)
 
 
+def recognise(root: Path) -> bool:
+    """Return whether the files have IEdit's records. Much other data has a train.json."""
+    return spec.has_record(root, FILES.values(), FIELDS)
+
+
 PUBLISHED = spec.Published(
     "iedit",
     "IEdit",
@@ -58,6 +63,7 @@ SPEC = spec.DatasetSpec(
     licence=spec.UNSTATED_LICENCE,
     read=read,
     files=tuple(FILES.values()),
+    recognise=recognise,
     task="edit",
     published=(PUBLISHED,),
     protocols=(spec.Protocol("test", published_pairs=PUBLISHED.test.pairs, source=LANGEVAL),),

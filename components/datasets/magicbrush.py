@@ -31,6 +31,7 @@ from m3diff.datasets.spec import (
     Row,
     broken_row,
     find_fault,
+    has_record,
     make_rows,
     unexpected,
 )
@@ -54,6 +55,14 @@ def read(root: Path, test: str | None = "test") -> Iterator[Row]:
     if test is not None:
         for img_id, turns in read_json(root / test / SESSIONS, dict).items():
             yield from _rows_of_session(test, img_id, turns)
+
+
+def recognise(root: Path) -> bool:
+    """Return whether the files are MagicBrush's.
+
+    The Parquet files of many other datasets on the Hugging Face Hub have the same names.
+    """
+    return (root / "test" / SESSIONS).is_file() or has_record(root, FILES.values(), FIELDS)
 
 
 def _row_of_turn(split: str, source: str, turn: dict[str, Any]) -> Row:
@@ -104,6 +113,7 @@ SPEC = DatasetSpec(
     ),
     read=read,
     files=(*FILES.values(), f"test/{SESSIONS}"),
+    recognise=recognise,
     task="edit",
     never_train=("val",),
     protocols=(Protocol("test", published_pairs=None),),

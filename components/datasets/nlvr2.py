@@ -31,12 +31,14 @@ from m3diff.datasets.spec import (
     Protocol,
     Row,
     broken_row,
+    has_record,
     make_rows,
     merge_rows,
     unexpected,
 )
 
 PARTS = {"train": "train", "val": "dev", "test": "test1"}
+FILES = tuple(f"data/{part}.json" for part in PARTS.values())
 FIELDS = {"sentence": str, "label": str, "identifier": str}
 
 
@@ -68,6 +70,11 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         yield from merge_rows(row for row in rows if row.fault or row.references)
 
 
+def recognise(root: Path) -> bool:
+    """Return whether the files have NLVR2's sentences. Much other data has a data/train.json."""
+    return has_record(root, FILES, FIELDS)
+
+
 WITH_CREDIT = Permission(
     "conditions", "sentences: credit the authors; the photos belong to their owners and are only for research"
 )
@@ -83,7 +90,8 @@ SPEC = DatasetSpec(
         show=WITH_CREDIT,
     ),
     read=read,
-    files=tuple(f"data/{part}.json" for part in PARTS.values()),
+    files=FILES,
+    recognise=recognise,
     task="statement",
     protocols=(Protocol("test", published_pairs=None),),
 )

@@ -1,6 +1,7 @@
-"""Read your own pairs from a table. A pair is an image before and an image after a change, with captions of the change.
+"""Read your own table of pairs with captions, or of images with questions and answers.
 
-The table has one row per pair, or several rows per pair with one caption each:
+A pair is an image before and an image after a change. The table has one row per pair, or several rows per pair with one
+caption each:
 
     pairs.csv          before,after,captions,split      (or .tsv, .json, .jsonl, .parquet: option `manifest`)
     a/1.png, b/1.png   images, relative to the root
@@ -15,12 +16,8 @@ pair without a change. Options describe other layouts; `m3diff data check ROOT` 
     manifest   a file, a pattern (`part-*.jsonl`), or one of these per split: {train: train.csv, val: dev.csv}
     columns    the column names: {before: img_a}. {id: null} means that the table has no such column. A name may be a
                path into nested values (`meta.split`, `images.0`, `sentences.*.raw`) or a template of these
-               (`B/{name}.png`, `{number:06}.png`). `images` names a list of both images. If several names are listed,
-               the first one that a row contains is read: {captions: [instruction, prompt]}. In a conversation (LLaVA,
-               M4-Instruct, LLaMA-Factory, ms-swift), the answer is the caption:
-               {images: image, captions: conversations}, {images: images, captions: messages}
-    all_ask_what_changed  true: all questions in the conversations or in the column `question` ask what changed, so they
-               are discarded. Without this option, questions that may ask something else are refused
+               (`B/{name}.png`, `{number:06}.png`). `images` names a list of images. If several names are listed,
+               the first one that a row contains is read: {captions: [instruction, prompt]}
     no_caption texts that stand for a missing caption: [nan, n/a, "-"]. Pairs that have only such texts are skipped. []
                means that such texts are captions. Without this option they are refused
     separator  the separator between several captions in one text: "|". "" means that each text is one caption
@@ -30,15 +27,29 @@ pair without a change. Options describe other layouts; `m3diff data check ROOT` 
     rows       the path to the rows in a JSON file: `data`. The rows may be an object: {"7": ["it fell"]} has the
                columns `key` and `value`
     where      the rows to read: {label: "True", lang: [en, de]}. All other rows are skipped
-    pairs_only true: rows without exactly two images and one answer are skipped
+    image_counts  the numbers of images that a row may have: [1, 2]. All other rows are skipped and counted
+    pairs_only true: rows without exactly two images and one answer are skipped and counted
     no_change  the rows without a change: {changeflag: 0}
     delimiter  the delimiter of a CSV file, if it is not a comma
     confirmed  options and findings that look like mistakes but are intended: [where, encoding]
 
+A caption answers the question what changed, which training asks in several wordings. A row with a question of its own
+asks that question. It is in a conversation (LLaVA, ShareGPT, OpenAI, ms-swift, LLaMA-Factory; see `conversations.py`)
+or in a column that `columns` names, or in several columns that a template joins:
+
+    {images: image, captions: conversations}   {images: images, captions: messages}
+    {question: query, captions: answer, kind: question_type}
+    {images: images, question: "{instruction}\\n{input}", captions: output, history: history}
+
+Such a row may have zero, one or two images, in the column `images`. `kind` names the kind of question, such as "count",
+for scores by kind. `history` lists the earlier questions and answers of a dialogue. Rows with the same images are one
+image set. If they also have the same question and history, they are one record whose answers are all right.
+
 `where`, `no_change` and `splits` compare values by meaning (`filters.py`): `no` matches "no", "FALSE", 0 and "0.0", and
 `0` matches "0.0", but a quoted "no" is a text. An option that is probably a mistake is refused unless it is listed in
 `confirmed`. For example, `where` or `no_change` may match no row or every row. Or the table may not contain the
-`separator`, a name in `splits`, or a name in `columns` that is optional or one of several. Captions that were probably
+`separator`, a name in `splits`, or a name in `columns` that is optional or one of several. Or its conversations have
+different system messages, which are not read (`systems`). Captions that were probably
 not written by a person are counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes,
 repeats). Each kind that occurs in a test split must be confirmed. Change types such as "unchanged" or "No change" are
 read as `none`.
@@ -50,6 +61,7 @@ its records.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -59,6 +71,14 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
+from m3diff.datasets.conversations import (
+    Conversation,
+    count_marks,
+    is_conversation,
+    read_conversation,
+    read_history,
+    without_leading_marks,
+)
 from m3diff.datasets.drawn_split import SplitShares, as_shares, draw_splits
 from m3diff.datasets.files import (
     Embedded,
@@ -67,7 +87,6 @@ from m3diff.datasets.files import (
     fault_of_images,
     look_up,
     parse_captions,
-    pick,
     read_values,
 )
 from m3diff.datasets.filters import (
@@ -83,19 +102,19 @@ from m3diff.datasets.spec import (
     Licence,
     Permission,
     Protocol,
-    Question,
     Row,
     RowsWithNotes,
     merge_rows,
     unexpected,
 )
-from m3diff.records.errors import DataError, Fault, ValueFault
+from m3diff.datasets.tables import SIDES
+from m3diff.records.errors import DataError, Fault, ValueFault, format_count
+from m3diff.records.sample import MOST_IMAGES
 from m3diff.records.schemas import NO_CHANGE, Split
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
-# Codes of the faults of rows that do not have exactly two images and one answer
-CODES_OF_NO_PAIR = ("datasets.not_two_images", "datasets.not_one_answer")
+QUESTION_FIELDS = ("question", "history", "kind")  # fields that only a named column has
 
 Manifest = Annotated[
     Annotated[str, Tag("[file]")] | Annotated[Mapping[Split, str], Tag("[files]")],
@@ -121,7 +140,19 @@ def _check_template(column: str) -> str:
 
 Column = Annotated[str, AfterValidator(_check_template)]
 Columns = Mapping[
-    Literal["before", "after", "images", "captions", "split", "id", "scene", "change_types", "question"],
+    Literal[
+        "before",
+        "after",
+        "images",
+        "captions",
+        "split",
+        "id",
+        "scene",
+        "change_types",
+        "question",
+        "history",
+        "kind",
+    ],
     Annotated[
         Annotated[Column, Tag("[column]")] | Annotated[tuple[Column, ...], Tag("[columns]")],
         Discriminator(lambda value: "[columns]" if isinstance(value, list | tuple) else "[column]"),
@@ -130,6 +161,8 @@ Columns = Mapping[
 ]
 # For each column, a value or a list of values that a row may have. Values are compared by meaning
 Values = Mapping[str, Any]
+# The numbers of images that a row may have
+ImageCounts = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST_IMAGES)], ...], Field(min_length=1)]
 # Values of the option `confirmed`: options that match no row or every row, and kinds of odd captions in a test split
 Confirmable = Literal[
     "where",
@@ -137,6 +170,7 @@ Confirmable = Literal[
     "splits",
     "columns",
     "separator",
+    "systems",
     "refusals",
     "roles",
     "chat",
@@ -159,16 +193,15 @@ def read(
     where: Values | None = None,
     no_change: Values | None = None,
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None,
+    image_counts: ImageCounts | None = None,
     pairs_only: bool = False,
-    all_ask_what_changed: bool = False,
     no_caption: Sequence[str] | None = None,
     separator: str | None = None,
     confirmed: Sequence[Confirmable] = (),
 ) -> RowsWithNotes:
-    """Return one row per pair. Rows of the table with the same id are merged.
+    """Return one row per pair or question. Rows of the table with the same id are merged.
 
-    A row that contradicts an earlier row with the same id is returned with a fault. `all_ask_what_changed` has no
-    effect here; ingest and `data check` use it if a row has `questions`.
+    A row that contradicts an earlier row with the same id is returned with a fault.
 
     Raises:
         DataError: a file cannot be read. Or an option matches no row or every row and is not confirmed. Or splits
@@ -183,6 +216,8 @@ def read(
     split_of_all = split if isinstance(split, str) else None
     root_names = (f"{root.absolute()}/", f"{root.resolve()}/")
     checks = _OptionChecks(root, named_columns, splits or {}, where or {}, no_change or {}, separator, confirmed)
+    skipped_rows = _SkippedRows((len(SIDES),) if pairs_only else image_counts, pairs_only)
+    names = _QuestionNames()
 
     def read_rows() -> Iterator[Row]:
         for path, folder, file_split in _manifest_files(root, manifest, split_of_all):
@@ -195,20 +230,19 @@ def read(
                 if not checks.selects(value, split_columns):
                     continue
                 fields, fault = _read_fields(value, columns_of_field, required_fields)
-                if pairs_only and fault and fault.code in CODES_OF_NO_PAIR:
+                if isinstance(value, dict) and skipped_rows.skips(folder + location, fields, fault):
                     continue
+                checks.count_systems(path, fields)
                 if checks.is_unchanged(value):
                     fields["change_types"] = [NO_CHANGE]
-                fields |= {side: relative_to_root(fields[side], root_names) for side in ("before", "after")}
-                row = _make_row(folder + location, fields, file_split, checks)
+                fields["images"] = tuple(relative_to_root(image, root_names) for image in fields["images"])
+                row = _make_row(folder + location, fields, file_split, checks, names)
                 yield replace(row, fault=fault or row.fault)
         checks.finish()
+        checks.notes.extend(skipped_rows.notes())
 
-    pairs = merge_rows(read_rows(), across_splits=True)
-    pairs_with_captions = _drop_placeholders(pairs, no_caption or (), checks.notes)
-    if shares is None:
-        return RowsWithNotes(pairs_with_captions, checks.notes)
-    return RowsWithNotes(_draw_lazily(root, pairs_with_captions, shares, checks.notes), checks.notes)
+    pairs = _drop_placeholders(merge_rows(read_rows(), across_splits=True), no_caption or (), checks.notes)
+    return RowsWithNotes(pairs if shares is None else _draw_lazily(root, pairs, shares, checks.notes), checks.notes)
 
 
 def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
@@ -291,7 +325,9 @@ def _drop_placeholders(rows: Iterable[Row], no_caption: Sequence[str], notes: li
         yield replace(row, references=captions, without_caption=bool(row.references) and not captions)
     if caption_count and not dropped_count:
         # This is a note and not an error, because an entry may list texts for files that will be added later
-        notes.append(f"no_caption: none of {caption_count:,} captions is {' or '.join(map(repr, no_caption))}")
+        notes.append(
+            f"no_caption: none of {format_count(caption_count, 'caption')} is {' or '.join(map(repr, no_caption))}"
+        )
 
 
 class _OptionChecks:
@@ -316,6 +352,7 @@ class _OptionChecks:
         self._where = RowFilter("where", where)
         self._no_change = RowFilter("no_change", no_change)
         self._columns = ColumnNames(columns_to_find(columns, REQUIRED + ("images",)))
+        self._systems: dict[Path, Counter[str]] = {}
         self._text_count = 0
         self._separated_count = 0
 
@@ -338,6 +375,23 @@ class _OptionChecks:
     def is_unchanged(self, value: Any) -> bool:
         """Return True if `no_change` matches the row."""
         return isinstance(value, dict) and bool(self._no_change.accepted_values) and self._no_change.matches(value)
+
+    def count_systems(self, path: Path, fields: Mapping[str, Any]) -> None:
+        """Count the system messages of a row. They are not read."""
+        self._systems.setdefault(path, Counter()).update(fields["systems"])
+
+    def _system_faults(self) -> Iterator[Fault]:
+        """Yield a fault for each file whose conversations have different system messages."""
+        for path, counts in self._systems.items():
+            if len(counts) > 1:
+                examples = [f"{text[:60]!r} ({count:,})" for text, count in counts.most_common(3)]
+                yield Fault("datasets.several_systems", file=path.name, value=len(counts), texts=examples)
+
+    def _system_notes(self) -> Iterator[str]:
+        """Yield a sentence with the number of system messages that are not read."""
+        count = sum(counts.total() for counts in self._systems.values())
+        if count:
+            yield f"{count:,} system messages are not read, because the template of the model has its own"
 
     def separate(self, captions: Any) -> Any:
         """Split each text in a list of captions at the separator. Return any other value unchanged."""
@@ -368,9 +422,11 @@ class _OptionChecks:
             "no_change": self._no_change.faults(),
             "splits": self.splits.faults(),
             "separator": [separator_fault] if self._text_count and not self._separated_count else [],
+            "systems": list(self._system_faults()),
         }
         refuse_faults(self.root, faults, self.confirmed)
         self.notes.extend([*self._where.notes(), *self._no_change.notes(), *self.change_types.notes()])
+        self.notes.extend(self._system_notes())
 
 
 def _manifest_files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
@@ -423,36 +479,107 @@ def relative_to_root(image: Any, root_names: tuple[str, str]) -> Any:
 def _read_fields(
     value: Any, columns_of_field: Mapping[str, tuple[str, ...]], required_fields: list[str]
 ) -> tuple[dict[str, Any], Fault | None]:
-    """Return the values of a row by field, and the fault that makes the row unusable, or None."""
-    fields: dict[str, Any] = {**dict.fromkeys((*REQUIRED, *OPTIONAL, "question")), "questions": ()}
+    """Return the values of a row by field, and the fault that makes the row unusable, or None.
+
+    Besides the fields of the option `columns`, `images` are all images of the row, `image_column` is the value of the
+    column with the list of images, `question` is None if the row has captions, and `systems` are the system messages of
+    a conversation.
+    """
+    fields: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, *QUESTION_FIELDS))
+    fields |= {"images": (None, None), "image_column": None, "history": (), "systems": ()}
     if isinstance(value, DataError):
         return fields, value.fault
     if not isinstance(value, dict):
         return fields, unexpected("row", "an object", value)
     try:
+        cells_of_field: dict[str, list[Any]] = {}
         for field, columns in columns_of_field.items():
             cells = [look_up(value, column) for column in columns]
-            values = [cell for cell in cells if cell is not None]
-            fields[field] = next(iter(values), None)
-            if field == "captions" and len(values) > 1:
-                fields[field] = _join_captions(values)
-        caption_column = "".join(columns_of_field["captions"][:1])
-        fields["captions"], fields["questions"] = _split_conversation(fields["captions"], caption_column)
+            cells_of_field[field] = [cell for cell in cells if cell is not None]
+            fields[field] = next(iter(cells_of_field[field]), None)
+        captions = cells_of_field.get("captions", [])
+        if len(captions) > 1:
+            fields["captions"] = _join_captions(captions)
     except DataError as error:
-        return fields, error.fault
-    if isinstance(fields["question"], str) and fields["question"].strip():
-        question = Question(columns_of_field["question"][0], fields["question"])
-        fields["questions"] = (*fields["questions"], question)
-    if "images" in required_fields:
-        fault = fault_of_images(fields["images"], " or ".join(columns_of_field["images"]))
-        if fault:
-            return fields, fault
-        fields["before"], fields["after"] = fields["images"]
-    missing_fields = [field for field in required_fields if fields[field] is None]
+        return fields | {"images": (fields["before"], fields["after"]), "history": ()}, error.fault
+    # before the question, so that a row is skipped by its number of images whatever else is wrong with it
+    fields["image_column"] = fields["images"]
+    fields["images"] = _list_images(fields, columns_of_field)
+    try:
+        _read_question(fields, columns_of_field)
+    except DataError as error:
+        return fields | {"captions": None, "history": ()}, error.fault
+    fault = _fault_of_number_of_images(fields, columns_of_field)
+    if fault:
+        return fields, fault
+    missing_fields = [field for field in required_fields if field != "images" and fields[field] is None]
     missing_columns = [" or ".join(columns_of_field[field]) or field for field in missing_fields]
     if missing_columns:
         return fields, Fault("datasets.missing_value", key=", ".join(missing_columns))
     return fields, None
+
+
+def _list_images(fields: Mapping[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...]:
+    """Return the images of a row. A single image need not be in a list."""
+    if not columns_of_field.get("images"):
+        return (fields["before"], fields["after"])
+    images = fields["images"]
+    if images is None:
+        return ()
+    return tuple(images) if isinstance(images, list) else (images,)
+
+
+def _read_question(fields: dict[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]) -> None:
+    """Read the question, history and answers of a row into its fields. A row of captions has no question.
+
+    Raises:
+        DataError: a conversation or history cannot be read, or has another number of image marks than images.
+    """
+    caption_column = "".join(columns_of_field["captions"][:1])
+    conversation: Conversation | None = None
+    if is_conversation(fields["captions"]):
+        conversation = read_conversation(fields["captions"], caption_column)
+    elif fields["question"] is not None:
+        history = read_history(fields["history"], "".join(columns_of_field.get("history", ())))
+        conversation = Conversation(history, fields["question"], fields["captions"])
+    fields["history"] = ()
+    if conversation is None:
+        return
+    marks = count_marks(conversation)
+    conversation = without_leading_marks(conversation)
+    fields |= {
+        "history": conversation.history,
+        "question": conversation.question,
+        "captions": _list_answers(conversation.answers, is_conversation(fields["captions"])),
+        "systems": conversation.systems,
+    }
+    images = len(fields["images"])
+    if marks not in (0, images) and images <= MOST_IMAGES:
+        raise DataError("datasets.marks_differ_from_images", key=caption_column, marks=marks, images=images)
+
+
+def _list_answers(answers: Any, is_message: bool) -> Any:
+    """Return the answers to a question as a list. The text of a message is one answer, even if it is a JSON list."""
+    if is_message:
+        return answers if isinstance(answers, list) else [answers]
+    parsed_answers = parse_captions(answers)
+    is_list_of_texts = isinstance(parsed_answers, list) and all(isinstance(text, str) for text in parsed_answers)
+    return parsed_answers if is_list_of_texts or not isinstance(answers, str) else [answers]
+
+
+def _fault_of_number_of_images(
+    fields: Mapping[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]
+) -> Fault | None:
+    """Return a fault if a row has too many images, or captions that do not describe two images. Otherwise, None."""
+    columns = columns_of_field.get("images", ())
+    if not columns:
+        return None
+    key = " or ".join(columns)
+    if fields["question"] is None:
+        return fault_of_images(fields["image_column"], key)
+    if len(fields["images"]) > MOST_IMAGES:
+        return Fault("datasets.too_many_images", key=key, limit=MOST_IMAGES, count=len(fields["images"]))
+    return None
 
 
 def _join_captions(values: Sequence[Any]) -> list[Any]:
@@ -465,46 +592,79 @@ def _join_captions(values: Sequence[Any]) -> list[Any]:
     return captions if any(value != "" for value in values) else [""]
 
 
-def _split_conversation(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
-    """Return the answer and the questions of a conversation. Return any other value unchanged, without questions.
+class _SkippedRows:
+    """Skips the rows that do not have an accepted number of images or answers, and counts them.
 
-    Raises:
-        DataError: the conversation does not have exactly one answer.
+    Args:
+        image_counts: accepted numbers of images; None accepts every number.
+        one_answer: whether only conversations with exactly one answer are accepted.
     """
-    if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
-        return captions, ()
-    key = "value" if "value" in captions[0] else "content"
-    answers = []
-    questions = []
-    for index, turn in enumerate(captions):
-        role = turn.get("from", turn.get("role"))
-        text = _text_of(turn.get(key))
-        if role in ("gpt", "assistant"):
-            answers.append(text)
-        elif role in ("human", "user") and text and isinstance(text, str):
-            questions.append(Question(f"{column}.{index}.{key}", text))
-    if len(answers) != 1:
-        raise DataError("datasets.not_one_answer", key="captions", value=len(answers))
-    return answers[0], tuple(questions)
+
+    def __init__(self, image_counts: Sequence[int] | None, one_answer: bool) -> None:
+        self.image_counts = image_counts
+        self.one_answer = one_answer
+        self.reasons: Counter[str] = Counter()
+        self.first_location = ""
+
+    def skips(self, location: str, fields: Mapping[str, Any], fault: Fault | None) -> bool:
+        """Return whether a row is skipped, and count it."""
+        reason = self._reason(fields, fault)
+        if reason is None:
+            return False
+        self.first_location = self.first_location or location
+        self.reasons[reason] += 1
+        return True
+
+    def _reason(self, fields: Mapping[str, Any], fault: Fault | None) -> str | None:
+        images = len(fields["images"])
+        if self.image_counts is not None and images not in self.image_counts:
+            return "1 image" if images == 1 else f"{images} images"
+        if not self.one_answer:
+            return None
+        if fault is not None and fault.code == "datasets.question_without_answer":
+            return "no answer"
+        return f"{len(fields['history']) + 1} answers" if fields["history"] else None
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence with the number of skipped rows by reason."""
+        if self.reasons:
+            option = "pairs_only" if self.one_answer else "image_counts"
+            reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self.reasons.most_common())
+            yield f"rows skipped by {option}: {self.reasons.total():,}: {reasons}; the first is {self.first_location}"
 
 
-def _text_of(content: Any) -> Any:
-    """Return the text of a turn in a conversation. If its content is a list of parts, join their texts."""
-    if isinstance(content, list):
-        texts = [pick(part, "text") for part in content]
-        return " ".join(str(text) for text in texts if text)
-    return content
+class _QuestionNames:
+    """Names the questions about each image set by their order of appearance. Equal questions have the same name."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, dict[str, int]] = {}
+
+    def name(self, image_set: str, fields: Mapping[str, Any], split: Any) -> str:
+        """Return the name of a row's question: the image set, and a number."""
+        numbers = self._numbers.setdefault(image_set, {})
+        key = fields["question"] if not fields["history"] else repr((fields["history"], fields["question"]))
+        if not fields["images"]:
+            # Images must be in one split, but the same question without images may be in several
+            key = repr((split, key))
+        return f"{image_set}?{numbers.setdefault(str(key), len(numbers))}"
 
 
-def _make_row(location: str, fields: dict[str, Any], file_split: str | None, checks: _OptionChecks) -> Row:
-    """Return the row of a pair, made from its fields and the options."""
-    images = (fields["before"], fields["after"])
-    name = _as_name(fields["id"])
-    if not name:
-        image_names = [image.name if isinstance(image, Embedded) else image for image in images]
-        name = "|".join(image_names) if all(isinstance(image, str) for image in image_names) else None
+def _make_row(
+    location: str, fields: dict[str, Any], file_split: str | None, checks: _OptionChecks, names: _QuestionNames
+) -> Row:
+    """Return the row of a pair or question, made from its fields and the options."""
+    images = fields["images"]
+    has_question = fields["question"] is not None
+    image_set = _join_image_names(images)
     split = file_split or fields["split"]
     split = checks.splits.translate(split, _as_name(split))
+    name = _as_name(fields["id"])
+    if not name:
+        name = image_set
+        if has_question and image_set is not None:
+            name = names.name(image_set, fields, split)
+    # A caption, and a question without images, has an image set of its own
+    is_shared = has_question and images and image_set is not None
     captions = checks.separate(parse_captions(fields["captions"]))
     types = parse_captions(fields["change_types"] or [])
     fault = None
@@ -516,14 +676,25 @@ def _make_row(location: str, fields: dict[str, Any], file_split: str | None, che
     return Row(
         name=name,
         split=split,
-        scene=_as_name(fields["scene"]) or name,
+        scene=_as_name(fields["scene"]) or (image_set if is_shared else name),
         images=images,
+        image_set=image_set if is_shared else None,
+        history=fields["history"],
+        question=fields["question"],
         references=captions,
         change_types=types,
+        kind=_as_name(fields["kind"]) or None,
         source=location,
         fault=fault,
-        questions=fields["questions"],
     )
+
+
+def _join_image_names(images: Sequence[Any]) -> str | None:
+    """Return the names of the images of a row as one name, or None if an image has no name."""
+    image_names = [image.name if isinstance(image, Embedded) else image for image in images]
+    if not images:
+        return "no image"
+    return "|".join(image_names) if all(isinstance(image, str) for image in image_names) else None
 
 
 def _as_name(value: Any) -> Any:
@@ -540,7 +711,7 @@ SPEC = DatasetSpec(
     title="own pairs",
     page=None,
     paper=None,
-    licence=Licence.of("the owner's", None, PERMISSION),
+    licence=Licence.for_every_use("the owner's", None, PERMISSION),
     read=read,
     files=("pairs.csv",),
     protocols=(Protocol("test", published_pairs=None),),

@@ -2,53 +2,66 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from m3diff.datasets.files import Embedded, describe, describe_kind, read_splits
+from m3diff.datasets.files import (
+    Embedded,
+    column_names,
+    describe,
+    describe_kind,
+    parse_json,
+    read_lines,
+    read_splits,
+    read_text,
+)
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.schemas import SPLITS
 
-
-class Question(NamedTuple):
-    """A question that a pair's captions answer, and the column or path that contains it."""
-
-    column: str
-    text: str
+RECORDS_TO_RECOGNISE = 5  # number of records in a file by which a dataset is recognised; a few may be broken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A pair of images with captions, as a reader yields it. Its values are not yet checked.
+    """A question about images with its answers, as a reader yields it. Its values are not yet checked.
 
     Attributes:
-        name: the pair's id without the dataset's name.
-        scene: pairs of the same scene must be in the same split.
-        images: the image before and the image after, each as a path relative to the dataset's root or as an `Embedded`
-            image. Empty in a row that cannot be read.
+        name: the record's id without the dataset's name.
+        scene: image sets of the same scene must be in the same split. None: each image set is a scene.
+        images: each as a path relative to the dataset's root or as an `Embedded` image. Of two images, the first is the
+            image before. Empty in a row that cannot be read.
+        image_set: name of the images. Rows with the same images have the same. None: the images are those of this row
+            alone, and are called as the row.
+        question: question that the references answer. None: they answer the question of the dataset's task, what
+            changed.
+        history: questions and answers before the question.
+        kind: kind of the question, such as "count". None if it is unknown.
         source: file and row or key, with the file's path relative to the root.
         fault: why the row is unusable. None if the reader found no fault.
         raw_rows: number of annotation rows that were merged into this row.
-        questions: questions in the annotations that the references answer.
         without_caption: whether all texts stand for a missing caption, so that the pair is skipped.
     """
 
     name: Any
     split: Any
-    scene: Any
     images: tuple[Any, ...]
     references: Any
     source: str
+    scene: Any = None
+    image_set: Any = None
+    question: Any = None
+    history: Sequence[tuple[Any, Any]] = ()
+    kind: Any = None
     change_types: list[str] = field(default_factory=list)
     fault: Fault | None = None
     raw_rows: int = 1
-    questions: tuple[Question, ...] = ()
     without_caption: bool = False
 
 
-# Returns the fields of a `Row` that all rows of a pair must agree on. It runs for every row, so it is one call into C
-pair_fields = attrgetter("name", "split", "scene", "images")
+# Returns the fields of a `Row` that all rows of a record must agree on. It runs for every row, so it is one call into C
+record_fields = attrgetter("name", "split", "scene", "images", "image_set", "question", "history")
 
 
 class RowsWithNotes(Iterator[Row]):
@@ -96,14 +109,14 @@ def make_rows(
 
 
 def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool = False) -> Iterator[Row]:
-    """Merge the rows of each pair. Rows with the same name and split describe the same pair.
+    """Merge the rows of each record. Rows with the same name and split belong to the same record.
 
-    Rows with a fault are not merged, and neither are rows that contradict an earlier row of their pair. These rows are
-    yielded first, then the merged rows in the order of their first rows.
+    Rows with a fault are not merged, and neither are rows that contradict an earlier row of their record. These rows
+    are yielded first, then the merged rows in the order of their first rows.
 
     Args:
         shared_source: prefix of all sources. A merged source contains it only once.
-        across_splits: whether rows with the same name describe the same pair even if their splits differ.
+        across_splits: whether rows with the same name belong to the same record even if their splits differ.
     """
     row_of_pair: dict[tuple[str, Any], Row] = {}
     for row in rows:
@@ -112,7 +125,7 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
             continue
         pair = (row.name, None if across_splits else row.split)
         merged = row_of_pair.setdefault(pair, row)
-        if pair_fields(row) != pair_fields(merged):
+        if record_fields(row) != record_fields(merged):
             first_source = merged.source.split(" and ")[0]
             yield replace(row, fault=Fault("datasets.repeated_id", key="id", source=first_source))
         elif row is not merged:
@@ -121,7 +134,6 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
                 references=merged.references + row.references,
                 source=f"{merged.source} and {row.source.removeprefix(shared_source)}",
                 raw_rows=merged.raw_rows + row.raw_rows,
-                questions=merged.questions + row.questions,
             )
     yield from row_of_pair.values()
 
@@ -191,6 +203,39 @@ def find_fault(record: Any, fields: Mapping[str, type]) -> Fault | None:
     return None
 
 
+def has_other_file(root: Path, files: Iterable[str], common_name: str) -> bool:
+    """Return True if the folder has one of the files, apart from one whose name much other data has, too."""
+    return any((root / file).is_file() for file in files if file != common_name)
+
+
+def has_record(root: Path, patterns: Iterable[str], fields: Iterable[str]) -> bool:
+    """Return True if one of the first records in the annotation files has all of these fields.
+
+    Files that do not exist or cannot be read are skipped.
+
+    Args:
+        patterns: JSON files with a list of records, files with one JSON record per line, or Parquet files.
+    """
+    paths = chain.from_iterable(sorted(root.glob(pattern)) for pattern in patterns)
+    first_records = chain.from_iterable(map(_first_records, paths))
+    return any(isinstance(record, Mapping) and record.keys() >= set(fields) for record in first_records)
+
+
+def _first_records(path: Path) -> list[Any]:
+    """Return the first records of a file, or [] if it cannot be read. A Parquet file has one record of only nulls."""
+    try:
+        if path.suffix == ".parquet":
+            return [dict.fromkeys(column_names(path))]
+        text = read_text(path)
+        try:
+            value = parse_json(text, path)
+        except DataError:  # not one JSON value, so probably one per line
+            return [record for _, record in islice(read_lines(path), RECORDS_TO_RECOGNISE)]
+        return value[:RECORDS_TO_RECOGNISE] if isinstance(value, list) else []
+    except DataError:
+        return []
+
+
 Use = Literal["train", "redistribute", "show"]
 
 
@@ -213,7 +258,7 @@ class Licence:
     show: Permission
 
     @classmethod
-    def of(cls, name: str, url: str | None, permission: Permission) -> "Licence":
+    def for_every_use(cls, name: str, url: str | None, permission: Permission) -> "Licence":
         """Return a licence with the same permission for every use."""
         return cls(name, url, train=permission, redistribute=permission, show=permission)
 
@@ -277,6 +322,9 @@ class DatasetSpec:
     licence: Licence
     read: Callable[..., Iterator[Row]]  # takes the root and the reader's options; yields one Row per pair
     files: tuple[str, ...]  # annotation files or patterns in the root, by which `m3diff data check` detects the layout
+    # Takes the root; returns whether the content of the files is this dataset's. None if no other data have files with
+    # these names
+    recognise: Callable[[Path], bool] | None = None
     task: str = "difference"  # task in the file `convert.questions` whose questions are used
     published: tuple[Published, ...] = ()
     references: int | None = None  # number of references in the paper, if no numbers per split are published
@@ -294,7 +342,9 @@ class DatasetSpec:
 
 
 # Without a licence, the authors of a dataset keep all rights
-UNSTATED_LICENCE = Licence.of("none stated", None, Permission("unstated", "its repository or page states no licence"))
+UNSTATED_LICENCE = Licence.for_every_use(
+    "none stated", None, Permission("unstated", "its repository or page states no licence")
+)
 
 
 def check_licence(spec: DatasetSpec, use: Use, allow_unlicensed: bool = False) -> str | None:

@@ -26,6 +26,7 @@ from m3diff.datasets import spec
 from m3diff.datasets.files import enumerate_records, read_json
 from m3diff.records.schemas import SPLITS
 
+FILES = ("annotations/train.json", "annotations/val.json", "annotations/test.json")
 FIELDS = {"img_id": str, "sentences": list}
 
 
@@ -51,6 +52,11 @@ def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> It
         yield from spec.merge_rows(rows, f"{file}, record ")
 
 
+def recognise(root: Path) -> bool:
+    """Return whether the files have Spot-the-Diff's records. Much other data has an annotations/train.json."""
+    return spec.has_record(root, FILES, FIELDS)
+
+
 PUBLISHED = spec.Published(
     "spot_the_diff",
     "Spot-the-Diff",
@@ -65,7 +71,8 @@ SPEC = spec.DatasetSpec(
     paper="Learning to Describe Differences Between Pairs of Similar Images (Jhamtani and others, EMNLP 2018)",
     licence=spec.UNSTATED_LICENCE,
     read=read,
-    files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
+    files=FILES,
+    recognise=recognise,
     published=(PUBLISHED,),
     protocols=(
         spec.Protocol("single-change", published_pairs=PUBLISHED.test.pairs, source=CLIP4IDC),

@@ -31,6 +31,12 @@ from m3diff.records.errors import Fault
 SPLIT_OF_PART = {"train": "train", "validation": "val"}
 SEPARATOR = "<INSTRUCT>"
 PARAPHRASES_FILE = "gt_augmented_test_clean.json"
+FILES = (
+    "splits.json",
+    "instructions_with_idx_train_split.txt",
+    "instructions_with_idx_test_split.txt",
+    PARAPHRASES_FILE,
+)
 EMU_FOLDER = "emu_edit"
 
 
@@ -96,6 +102,11 @@ def read(root: Path) -> Iterator[spec.Row]:
             yield make_row("test", line.idx, "test", [], line.source, fault)
 
 
+def recognise(root: Path) -> bool:
+    """Return whether the folder has a file besides splits.json, which much other data has."""
+    return spec.has_other_file(root, FILES, "splits.json")
+
+
 @dataclass(frozen=True)
 class _InstructionLine:
     """A line of an instruction file. `idx` is the number of its pair, or None if the line has a fault."""
@@ -128,14 +139,12 @@ SPEC = spec.DatasetSpec(
     title="Syned",
     page="https://github.com/gautierevn/BLIP2IDC",
     paper="Reframing Image Difference Captioning with BLIP2IDC and Synthetic Augmentation (Evennou et al., WACV 2025)",
-    licence=spec.Licence.of("MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NON_COMMERCIAL),
-    read=read,
-    files=(
-        "splits.json",
-        "instructions_with_idx_train_split.txt",
-        "instructions_with_idx_test_split.txt",
-        PARAPHRASES_FILE,
+    licence=spec.Licence.for_every_use(
+        "MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NON_COMMERCIAL
     ),
+    read=read,
+    files=FILES,
+    recognise=recognise,
     task="edit",
     published=(PUBLISHED,),
     protocols=(spec.Protocol("test", published_pairs=PUBLISHED.test.pairs, source=BLIP2IDC),),

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.endpoint.servers import ServerIdentity, read_server
-from m3diff.records.errors import Fault
+from m3diff.records.errors import Fault, format_count
 from m3diff.records.files import flush_to_disk
 from m3diff.settings.section import ParamsError
 
@@ -241,4 +241,5 @@ def describe_cache(sources: Sequence[AnswerSource], path: Path) -> str:
         descriptions.append(f"{source.cached:,} of {server}, {period}")
     cached = sum(source.cached for source in sources)
     total = sum(source.answers for source in sources)
-    return f"{cached:,} of {total:,} answers are from the cache {path}: {'; '.join(descriptions)}"
+    answers = format_count(total, "answer is", "answers are")
+    return f"{cached:,} of {answers} from the cache {path}: {'; '.join(descriptions)}"

@@ -38,6 +38,7 @@ from m3diff.endpoint.url import normalised_url, on_this_machine
 from m3diff.records.errors import Fault
 from m3diff.records.files import sha256
 from m3diff.records.progress import progress
+from m3diff.records.sample import Turn
 from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ class Endpoint:
 
     def _content_of(self, question: EndpointQuestion) -> dict[str, Any]:
         """Return everything that the answer to a question depends on, as written to the cache."""
-        return {
+        content: dict[str, Any] = {
             "model": self.model,
             "system": question.system,
             "question": question.text,
@@ -296,6 +297,9 @@ class Endpoint:
             "n": question.n,
             "max_tokens": self.max_tokens,
         }
+        if question.history:  # left out otherwise, so that earlier answers in the cache keep their keys
+            content["history"] = [turn._asdict() for turn in question.history]
+        return content
 
     # The server
 
@@ -457,14 +461,17 @@ class Endpoint:
 
     def _request(self, question: EndpointQuestion) -> dict[str, Any]:
         """Return the arguments for openai's call."""
-        text = replace_surrogates(question.text)
-        system = replace_surrogates(question.system)
-        content: Any = text
-        if question.images:
-            parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
-            content = [*parts, {"type": "text", "text": text}]
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": content})
+        messages: list[dict[str, Any]] = []
+        if question.system:
+            messages.append({"role": "system", "content": replace_surrogates(question.system)})
+        image_parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
+        for turn in (*question.history, Turn(question.text)):
+            text = replace_surrogates(turn.question)
+            content: Any = [*image_parts, {"type": "text", "text": text}] if image_parts else text
+            messages.append({"role": "user", "content": content})
+            messages.append({"role": "assistant", "content": replace_surrogates(turn.answer)})
+            image_parts = []  # only the first message has the images
+        messages.pop()  # the answer to the question
         request: dict[str, Any] = {"model": self.model, "messages": messages, "temperature": 0}
         if question.seed is not None:
             request["seed"] = question.seed

@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from m3diff.images.open import load_image, open_image
+from m3diff.records.sample import Turn
 
 
 class EndpointQuestion(NamedTuple):
-    """A user message with images before the text.
+    """A user message, and the messages before it. The images come before the text of the first user message.
 
     Attributes:
+        text: the text of the last user message.
+        images: the image files.
         system: system prompt; empty for none.
         n: number of the repetition if the same question is asked several times. Each repetition has a separate answer.
+        history: the turns before the last user message.
     """
 
     text: str
@@ -21,6 +25,7 @@ class EndpointQuestion(NamedTuple):
     system: str = ""
     seed: int | None = None
     n: int = 0
+    history: tuple[Turn, ...] = ()
 
 
 def replace_surrogates(text: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from m3diff.models.contract import Prepared, Takes
 from m3diff.models.family import Family
 from m3diff.models.settings import Fields, Settings
 from m3diff.records.errors import Fault
@@ -78,8 +79,9 @@ class Blip2IDCSettings(Settings):
 
     lora: adapters of the layers that compute queries, keys and values. The paper uses rank 8 and an alpha of twice the
         rank.
-    rates: learning rate of each part; `module` is BLIP-2's Q-Former. The paper uses the same rate for the adapters of
-        the vision encoder, the Q-Former and the LLM, and freezes the projector.
+    rates: learning rate of each part, of which `module` is BLIP-2's Q-Former; null, or no rate, freezes a part. The
+        paper uses the same rate for the adapters of the vision encoder, the Q-Former and the LLM, and freezes the
+        projector.
     module: always null, because BLIP2IDC does not add a module.
     augment: random augmentation of image pairs during training; null disables it.
     align: always null, because BLIP2IDC is trained in a single phase.
@@ -118,11 +120,16 @@ def faults(settings: Blip2IDCSettings, base: Mapping[str, Any] | None) -> list[F
     return base_faults
 
 
-def augment(settings: Blip2IDCSettings, pair: "np.ndarray", rng: "np.random.Generator") -> "np.ndarray":
+def augment(settings: Blip2IDCSettings, prepared: Prepared, rng: "np.random.Generator") -> Prepared:
     """Return the augmented pair; see `Family.augment`."""
+    if settings.augment is None:
+        return prepared
+    import torch
+
     from m3diff.models.blip2idc_model import augment_pair
 
-    return pair if settings.augment is None else augment_pair(settings.augment, pair, rng)
+    pair = augment_pair(settings.augment, prepared.tensors["pixels"].numpy(), rng)
+    return prepared._replace(tensors={"pixels": torch.from_numpy(pair)})
 
 
 # The prompt consists only of BLIP-2's start token, because the model does not read a question
@@ -132,6 +139,7 @@ FAMILY = Family(
     lora_targets=LORA_TARGETS,
     classes=classes,
     faults=faults,
+    takes=Takes(images=(2,), questions=False, turns=False),
     augment=augment,
     prompt_tokens=1.0,
     model_types=("blip-2",),

@@ -19,6 +19,7 @@ Shapes: B pairs, N tokens of a picture (its patches and the class token), Q quer
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, Blip2Config, Blip2ForConditionalGeneration, Blip2Processor
 
 from m3diff.models.layers import can_trim_last_layer, insert_visual_tokens, record_tensors
-from m3diff.models.processing import NormalisedImages, PairProcessor
+from m3diff.models.prepared import Prepared
+from m3diff.models.processing import NormalisedImages, TextProcessor
 from m3diff.records.errors import DataError, ValueFault
+from m3diff.records.sample import Turn
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -176,7 +179,7 @@ class Blip2IDCImageProcessor(NormalisedImages):
         return np.asarray(image.convert("RGB").resize((self.side, self.side // 2), Image.Resampling.BICUBIC))
 
 
-class Blip2IDCProcessor(PairProcessor):
+class Blip2IDCProcessor(TextProcessor):
     """Converts image pairs into model inputs, texts into tokens, and tokens into texts."""
 
     def __init__(self, image_processor: Blip2IDCImageProcessor, tokenizer: Any, config: Blip2IDCConfig) -> None:
@@ -199,17 +202,26 @@ class Blip2IDCProcessor(PairProcessor):
         """Save the processor as BLIP-2's processor, which transformers can load without this project."""
         Blip2Processor(self.image_processor, self.tokenizer, num_query_tokens=self.queries).save_pretrained(folder)
 
-    def encode_prompt(self, question: str) -> tuple[int, ...]:
+    def blank_pair(self) -> Prepared:
+        """Return a prepared pair of black images."""
+        side = self.image_processor.side
+        return Prepared({"pixels": torch.zeros(2, side // 2, side, 3, dtype=torch.uint8)}, self.marks(2))
+
+    def marks(self, images: int) -> tuple[str, ...]:
+        """Return an empty mark for each image, because no text represents it: the prompt is always the same."""
+        return ("",) * images
+
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of the prompt, which is the same for every question."""
         return self.prompt
 
-    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """Return the model input `pixel_values`, [B, 3, side, side], with the image before on top.
+    def collate(self, prepared: Sequence[Prepared]) -> dict[str, Tensor]:
+        """Combine the images of B pairs to `pixels`, [2 B, side / 2, side, 3] uint8."""
+        return {"pixels": torch.cat([images.tensors["pixels"] for images in prepared])}
 
-        Args:
-            prepared: images from `prepare_image`, uint8 [2 B, side / 2, side, 3]. The result is on the same device.
-        """
-        pictures = prepared.unflatten(0, (-1, 2)).flatten(1, 2)
+    def image_inputs(self, images: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return the model input `pixel_values`, [B, 3, side, side], with the image before on top."""
+        pictures = images["pixels"].to(device, non_blocking=True).unflatten(0, (-1, 2)).flatten(1, 2)
         return {"pixel_values": self.image_processor.to_pixels(pictures)}
 
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from m3diff.models import FAMILIES
+from m3diff.models.contract import Processor, Takes
 from m3diff.models.decoding import remove_from_folder
 from m3diff.models.family import Family
 from m3diff.models.foreign_code import (
@@ -33,7 +34,7 @@ from m3diff.models.foreign_code import (
     refuse_code_files,
     refuse_foreign_code,
 )
-from m3diff.models.processing import PairProcessor
+from m3diff.models.sample_limits import TrainedOn
 from m3diff.models.tuning import (
     is_adapted,
     is_adapter,
@@ -256,9 +257,40 @@ def trained_question(manifest: Mapping[str, Any]) -> str | None:
 
     A checkpoint from before manifests had the field `trained_on` does not name it.
     """
-    trained_on = manifest.get("trained_on")
-    question = trained_on.get("question") if isinstance(trained_on, dict) else None
-    return question if isinstance(question, str) and question else None
+    return read_trained_on(manifest).question
+
+
+def read_trained_on(manifest: Mapping[str, Any]) -> TrainedOn:
+    """Return the samples that a model was trained on.
+
+    A field that the manifest lacks, or that is not of the expected kind, has its default.
+    """
+    fields = manifest.get("trained_on")
+    if not isinstance(fields, dict):
+        return TrainedOn()
+    question = fields.get("question")
+    images = fields.get("images")
+    turns = fields.get("turns")
+    if not isinstance(images, list) or not images or not all(type(count) is int for count in images):
+        images = TrainedOn.images
+    return TrainedOn(
+        question=question if isinstance(question, str) and question else None,
+        images=tuple(sorted(images)),
+        turns=turns if type(turns) is int and turns > 0 else TrainedOn.turns,
+        own_questions=fields.get("own_questions") is True,
+    )
+
+
+def read_sample_limits(folder: Path) -> tuple[Takes, TrainedOn]:
+    """Return the samples that the family of a checkpoint can process, and those that the model was trained on.
+
+    The weights are not read.
+
+    Raises:
+        CheckpointError: the folder has no valid manifest, or the family is unknown.
+    """
+    manifest = read_manifest(folder)
+    return _find_family(folder, manifest).takes, read_trained_on(manifest)
 
 
 def folder_sha256(folder: Path, hidden: bool = True) -> str:
@@ -295,7 +327,7 @@ def _sha256(path: Path) -> str:
 
 def save_checkpoint(
     model: Any,
-    processor: PairProcessor,
+    processor: Processor,
     folder: Path,
     *,
     family: str,
@@ -309,8 +341,7 @@ def save_checkpoint(
     place.
 
     Args:
-        trained_on: what the model was trained on, for the manifest. `question` is the question that is asked by
-            default.
+        trained_on: what the model was trained on, for the manifest. The keys are the fields of `TrainedOn`.
 
     Raises:
         CheckpointError: a weight is missing from the saved files. The folder then has no manifest.
@@ -440,6 +471,31 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
     manifest = verify_files_to_load(folder)
     refuse_foreign_code(folder)
     refuse_quantized(folder / "config.json")
+    family = _find_family(folder, manifest)
+    with convert_loading_errors(folder):
+        if has_only_adapters(folder):
+            return _load_adapters(folder, manifest, family, dtype, base), family
+        return family.load(folder, dtype), family
+
+
+def load_processor(folder: Path) -> Processor:
+    """Load the processor of a checkpoint or a folder of adapters, without its weights.
+
+    Raises:
+        ForeignCodeError: the folder refers to code.
+        CheckpointError: the folder is incomplete, or the family is unknown.
+    """
+    family = _find_family(folder, read_manifest(folder))
+    with convert_loading_errors(folder):
+        return family.load_processor(folder)
+
+
+def _find_family(folder: Path, manifest: Mapping[str, Any]) -> Family:
+    """Return the family that the manifest names.
+
+    Raises:
+        CheckpointError: the family is unknown, or does not support the `model_type` in config.json.
+    """
     family_name: Any = manifest.get("family")
     if family_name not in list(FAMILIES):
         raise CheckpointError(
@@ -447,10 +503,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
         )
     family = FAMILIES[family_name]
     _check_model_type(folder / "config.json", family_name, family)
-    with convert_loading_errors(folder):
-        if has_only_adapters(folder):
-            return _load_adapters(folder, manifest, family, dtype, base), family
-        return family.load(folder, dtype), family
+    return family
 
 
 def _load_adapters(

@@ -12,24 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from m3diff.models.contract import Packing, Prepared, Processor, Takes
 from m3diff.models.decoding import decode_greedily
 from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.settings import Settings
 
 if TYPE_CHECKING:
     import numpy as np
-    from PIL import Image
     from torch import Tensor
 
     from m3diff.models.flops import Term
-    from m3diff.models.processing import PairProcessor
     from m3diff.records.errors import Fault
-
-    ImagePair = tuple[Image.Image, Image.Image]  # before, after
 
 
 # Prefix of the metrics that measure the size of a module's updates
@@ -58,6 +55,13 @@ class Contribution:
     remedy: str
 
 
+def masked_rows() -> Packing:
+    """Return the packing of families whose models have fused attention kernels."""
+    from m3diff.models.masks import MaskedRows
+
+    return MaskedRows()
+
+
 @dataclass(frozen=True)
 class Family:
     """The data and functions that define a model family.
@@ -77,10 +81,12 @@ class Family:
             if they are frozen, because they cannot be loaded from the base.
         whole_parts_without_adapters: parts of `lora_targets` in which rank 0 trains all weights instead of only the
             matching linear layers.
-        augment: (settings, a pair of prepared images [2, rows, columns, 3], random generator) -> the augmented pair, a
-            new array of the same shape. The generator depends only on the seed, epoch and sequence, so a resumed run
-            sees the same images on any number of workers. Validation and prediction do not use this function. None if
-            the family does not augment images.
+        takes: the samples that the family can process.
+        packing: () -> how several branches about the same images are trained in one pass.
+        augment: (settings, prepared images of an image set, random generator) -> the augmented images, as new tensors
+            of the same shapes. The generator depends only on the seed, epoch and sequence, so a resumed run sees the
+            same images on any number of workers. Validation and prediction do not use this function. None if the
+            family does not augment images.
         base_files: (settings, the base's config.json or None) -> additional files that the base's folder must contain,
             each with instructions on where to get it. None if there are no such files.
         prompt_tokens: length of a prompt in tokens, without the images, if the model does not read a question. None if
@@ -98,7 +104,9 @@ class Family:
     contribution: Contribution | None = None
     new_parts: tuple[str, ...] = ()
     whole_parts_without_adapters: tuple[str, ...] = ()
-    augment: Callable[[Any, np.ndarray, np.random.Generator], np.ndarray] | None = None
+    takes: Takes = Takes()
+    packing: Callable[[], Packing] = masked_rows
+    augment: Callable[[Any, Prepared, np.random.Generator], Prepared] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
     prompt_tokens: float | None = None
     model_types: tuple[str, ...] = ()
@@ -106,7 +114,20 @@ class Family:
     @property
     def reads_question(self) -> bool:
         """Whether the answer depends on the question."""
-        return self.prompt_tokens is None
+        return self.takes.questions
+
+    def complete_settings(self, settings: Settings) -> Settings:
+        """Return the settings with a learning rate and a delay for every part, in the order of `parts`.
+
+        A part without a rate is frozen (None), and a part without a delay is trained from the first step (0.0).
+        Settings with equal values are therefore equal, whether or not they name these parts.
+        """
+        align = settings.align
+        if align is not None:
+            align = replace(align, rates={part: align.rates.get(part) for part in self.parts})
+        rates = {part: settings.rates.get(part) for part in self.parts}
+        delays = {part: settings.delays.get(part, 0.0) for part in self.parts}
+        return replace(settings, rates=rates, delays=delays, align=align)
 
     def part_of(self, name: str) -> str:
         """Return the part that the parameter with this name belongs to."""
@@ -154,7 +175,7 @@ class Family:
         model = model_class.from_pretrained(folder, config=config, module=module, dtype=dtype, trust_remote_code=False)
         return decode_greedily(model, folder)
 
-    def load_processor(self, folder: Path, config: Any = None) -> PairProcessor:
+    def load_processor(self, folder: Path, config: Any = None) -> Processor:
         """Load the processor from a folder.
 
         Args:

@@ -1,4 +1,4 @@
-"""Caption image pairs with a checkpoint of any family, using batched greedy decoding."""
+"""Answer questions about images with a checkpoint of any family, using batched greedy decoding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from m3diff.models.checkpoint import convert_loading_errors, load_model, read_manifest, trained_question
+from m3diff.models.checkpoint import convert_loading_errors, load_model, read_manifest, read_trained_on
+from m3diff.models.contract import Prepared, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import Family
-from m3diff.models.processing import PairProcessor
+from m3diff.models.processing import pad_prompts
+from m3diff.models.sample_limits import TrainedOn, fault_of_sample
+from m3diff.records.errors import Fault
+from m3diff.records.sample import Turn
 
 if TYPE_CHECKING:
-    from m3diff.models.family import ImagePair
+    from PIL import Image
 
 # Default question of a model whose manifest names no question: the first question of the task `difference` in
 # profiles/questions.yaml
@@ -24,14 +28,14 @@ QUESTION = "What has changed from the first image to the second?"
 
 
 class Captioner:
-    """Describes image pairs with a model.
+    """Answers questions about images with a model, by default the question that the model was trained on.
 
     Args:
         model: the model, which is put into evaluation mode.
         processor: processor of the model.
         family: family of the model.
-        max_new_tokens: maximum length of a caption in tokens.
-        trained_question: the question that the model was trained on. None if it is unknown.
+        max_new_tokens: maximum length of an answer in tokens.
+        trained_on: the samples that the model was trained on. By default, pairs and single questions.
 
     Attributes:
         question: the question that is asked by default: the trained question or, if it is unknown, QUESTION.
@@ -40,55 +44,70 @@ class Captioner:
     def __init__(
         self,
         model: Any,
-        processor: PairProcessor,
+        processor: Processor,
         family: Family,
         max_new_tokens: int,
-        trained_question: str | None = None,
+        trained_on: TrainedOn | None = None,
     ) -> None:
         self.model = model.eval()
         self.processor = processor
         self.family = family
         self.max_new_tokens = max_new_tokens
-        self.trained_question = trained_question
-        self.question = trained_question or QUESTION
+        self.trained_on = trained_on or TrainedOn()
+        self.question = self.trained_on.question or QUESTION
 
-    def caption(self, pairs: Sequence[ImagePair], question: str | None = None) -> list[str]:
-        """Return a caption for each image pair (before, after).
-
-        All pairs have the same question, so the prompts are not padded and the pairs of a batch do not affect each
-        other's captions.
+    def caption(self, image_sets: Sequence[Sequence[Image.Image]], question: str | None = None) -> list[str]:
+        """Return the answer to a question about each image set, for example a caption for each pair (before, after).
 
         Args:
-            question: the question for all pairs. None for the default question.
+            image_sets: image sets with the same number of images. The prompts then need no padding, so the image sets
+                of a batch do not affect each other's answers.
+            question: the question about all image sets. None for the default question.
         """
-        images = []
-        for before, after in pairs:
-            images.append(self.processor.prepare_image(before))
-            images.append(self.processor.prepare_image(after))
-        captions, _ = self.answer(images, question)
-        return captions
+        prepared = [self.processor.prepare(images) for images in image_sets]
+        answers, _ = self.answer(prepared, [(self.ask(question),)] * len(prepared))
+        return answers
+
+    def ask(self, question: str | None) -> Turn:
+        """Return the turn that asks a question, or the default question if it is None or empty."""
+        return Turn(question or self.question)
+
+    def fault_of_sample(self, images: int, question: str | None, earlier_turns: int = 0) -> Fault | None:
+        """Return why the model cannot answer a sample, or None if it can. See `sample_limits.fault_of_sample`."""
+        return fault_of_sample(self.family.takes, self.trained_on, images, question, earlier_turns)
+
+    def encode_prompt(self, turns: Sequence[Turn], images: int) -> tuple[int, ...]:
+        """Return the token ids of the prompt for a dialogue about this number of images.
+
+        Raises:
+            ValueFault: a text contains a mark of an image.
+        """
+        return self.processor.encode_prompt(turns, self.processor.marks(images))
 
     @torch.inference_mode()
     def answer(
-        self, images: Sequence[np.ndarray], question: str | None = None, saliency: bool = False
+        self, prepared: Sequence[Prepared], dialogues: Sequence[Sequence[Turn]], saliency: bool = False
     ) -> tuple[list[str], np.ndarray | None]:
-        """Return captions and, if requested, saliency maps for pairs of prepared images.
+        """Answer the last question of each dialogue and, if requested, compute saliency maps.
 
-        Captions and maps come from the same forward passes, so each image is encoded only once.
+        Answers and maps come from the same forward passes, so each image is encoded only once.
 
         Args:
-            images: images from the processor's `prepare_image`, ordered before, after, before, after, ...
-            question: the question for all pairs. None for the default question.
-            saliency: whether to return maps that show where the model looks for differences.
+            prepared: the image set of each dialogue, from the processor's `prepare`.
+            dialogues: the turns of each dialogue. If their prompts differ in length, they are padded on the left.
+            saliency: whether to return maps that show where the model looks for differences. All image sets must then
+                be pairs.
 
         Returns:
-            A caption for each pair, and the maps, [pairs, rows, columns] float16 over the patch grid, each with sum 1.
-            The maps are None if `saliency` is false.
+            An answer for each dialogue, and the maps, [pairs, rows, columns] float16 over the patch grid, each with
+            sum 1. The maps are None if `saliency` is false.
         """
         device = self.model.device
-        prompts = self.processor.prompt_inputs([question or self.question] * (len(images) // 2))
-        inputs = {name: value.to(device) for name, value in prompts.items()}
-        inputs |= self.processor.image_inputs(torch.from_numpy(np.stack(images)).to(device))
+        prompts = []
+        for images, turns in zip(prepared, dialogues, strict=True):
+            prompts.append(self.processor.encode_prompt(turns, images.marks))
+        inputs = {name: tensor.to(device) for name, tensor in pad_prompts(prompts, self.processor.pad_id).items()}
+        inputs |= self.processor.image_inputs(self.processor.collate(prepared), device)
         decoding = {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": False,
@@ -98,12 +117,12 @@ class Captioner:
         recording = self.model.record_maps() if saliency else nullcontext()
         with recording as maps:
             tokens = self.model.generate(**inputs, **decoding)
-        captions = self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
+        answers = self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
         if maps is None:
-            return captions, None
+            return answers, None
         mean_maps = self.model.mean_map(maps, len(tokens))
         # numpy does not support bfloat16
-        return captions, mean_maps.float().cpu().numpy().astype(np.float16)
+        return answers, mean_maps.float().cpu().numpy().astype(np.float16)
 
 
 def load_captioner(
@@ -113,7 +132,7 @@ def load_captioner(
 
     Args:
         checkpoint: folder of the checkpoint or the adapters.
-        max_new_tokens: maximum length of a caption in tokens.
+        max_new_tokens: maximum length of an answer in tokens.
         device: device and precision. By default, a GPU in bfloat16 if torch can find one, otherwise the CPU in float32.
         base: folder of the adapters' base model. By default, the path in the manifest is used.
 
@@ -127,5 +146,5 @@ def load_captioner(
     model, family = load_model(checkpoint, device.dtype, base)
     with convert_loading_errors(checkpoint):
         processor = family.load_processor(checkpoint, model.config)
-        question = trained_question(read_manifest(checkpoint))
-    return Captioner(model.to(device.torch), processor, family, max_new_tokens, question)
+        trained_on = read_trained_on(read_manifest(checkpoint))
+    return Captioner(model.to(device.torch), processor, family, max_new_tokens, trained_on)

@@ -229,7 +229,9 @@ def can_trim_last_layer(llm: Any) -> bool:
 def insert_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: Any) -> Tensor:
     """Put the rows of `visual` in place of the image tokens' embeddings and return the embeddings, [B, T, W].
 
-    The result is the same as with `masked_scatter`, whose backward pass would synchronise with the GPU.
+    The result is the same as with `masked_scatter`, whose backward pass would synchronise with the GPU. Further rows of
+    `visual`, which belong to a blank pair, do not change the embeddings. They get a gradient of zero, so that the parts
+    of the model that computed them have a gradient.
 
     Args:
         embeds: embeddings of all tokens, [B, T, W].
@@ -238,7 +240,29 @@ def insert_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_t
         image_token: id of the image token.
     """
     positions = tokens.flatten().eq(image_token).nonzero().flatten().to(embeds.device, non_blocking=True)
-    return embeds.flatten(0, -2).index_copy(0, positions, visual.to(embeds)).view_as(embeds)
+    rows = visual.to(embeds)
+    blank_rows = rows[len(positions) :]
+    embeds = embeds.flatten(0, -2).index_copy(0, positions, rows[: len(positions)]).view_as(embeds)
+    return embeds + 0 * blank_rows.sum() if len(blank_rows) else embeds
+
+
+def image_pairs(images: int, counts: Tensor | Sequence[int] | None) -> Tensor:
+    """Return the numbers of the two images of each pair among all images of a batch, [P, 2] int64 on the CPU.
+
+    Args:
+        images: number of images in the batch.
+        counts: number of images of each image set, on the CPU. A set of two images is a pair. None if all images are in
+            pairs.
+
+    Raises:
+        ValueError: the counts do not add up to the number of images.
+    """
+    count_of_set = torch.as_tensor([2] * (images // 2) if counts is None else counts, device="cpu")
+    if int(count_of_set.sum()) != images:
+        raise ValueError(f"image sets of {count_of_set.tolist()} images are not {images} images")
+    first_images = count_of_set.cumsum(0) - count_of_set
+    before = first_images[count_of_set == 2]
+    return torch.stack([before, before + 1], dim=1)
 
 
 class Mlp(nn.Sequential):

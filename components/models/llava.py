@@ -1,12 +1,13 @@
 """LLaVA for image pairs: the configuration and model shared by all families that are based on LLaVA.
 
-The classes extend transformers' LLaVA-OneVision.
+The classes extend transformers' LLaVA-OneVision. The module of a family compares the two images of each pair. Other
+images of a batch have the base's visual tokens.
 
-Shapes: B pairs, N patches per image, D width of the vision encoder, W width of the LLM. Images are ordered before,
-after, before, after, ...
+Shapes: I images, P pairs among them, N patches per image, D width of the vision encoder, W width of the LLM. The images
+of an image set are adjacent; those of a pair are ordered before, after.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -19,7 +20,13 @@ from transformers import logging as transformers_logging
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from m3diff.models.layers import Projection, SelfInitialisedLayer, can_trim_last_layer, insert_visual_tokens
+from m3diff.models.layers import (
+    Projection,
+    SelfInitialisedLayer,
+    can_trim_last_layer,
+    image_pairs,
+    insert_visual_tokens,
+)
 from m3diff.records.errors import DataError
 
 MAX_EXAMPLES = 5  # maximum number of weights that an error message lists
@@ -170,12 +177,17 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
 
     config: Any
 
-    def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the projected features of the images, [2 B, N, W], and each image's visual tokens, [tokens, W]."""
+    def visual_tokens(self, pixel_values: Tensor, pairs: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the projected features of the images, [I, N, W], and each image's visual tokens, [tokens, W].
+
+        Args:
+            pixel_values: normalised images, [I, 3, height, width].
+            pairs: numbers of the two images of each pair, [P, 2] int64 on the CPU.
+        """
         raise NotImplementedError
 
     def append_newline(self, features: Tensor) -> Tensor:
-        """Append LLaVA-OneVision's newline token to each image: [2 B, N, W] to [2 B, N + 1, W]."""
+        """Append LLaVA-OneVision's newline token to each image: [I, N, W] to [I, N + 1, W]."""
         if not self.config.newline:
             return features
         newline = self.image_newline.to(features.dtype).expand(len(features), 1, -1)
@@ -185,18 +197,21 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         self,
         pixel_values: Tensor,
         image_sizes: Tensor | None = None,
+        batch_num_images: Tensor | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPooling:
-        """Return the visual tokens of image pairs. transformers calls this method.
+        """Return the visual tokens of images. transformers calls this method.
 
         Args:
-            pixel_values: normalised images, [2 B, 3, height, width].
+            pixel_values: normalised images, [I, 3, height, width].
             image_sizes: ignored.
+            batch_num_images: number of images of each image set, on the CPU. None if all images are in pairs.
 
         Returns:
             An output whose `pooler_output` is a list with the visual tokens of each image, [tokens, W].
         """
-        projected_features, tokens = self.visual_tokens(pixel_values)
+        pairs = image_pairs(len(pixel_values), batch_num_images)
+        projected_features, tokens = self.visual_tokens(pixel_values, pairs)
         return BaseModelOutputWithPooling(last_hidden_state=projected_features, pooler_output=tokens)  # type: ignore[arg-type]
 
     @wraps(LlavaOnevisionModel.forward)  # transformers inspects the signature
@@ -210,7 +225,8 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         tokens = kwargs.pop("tokens", None)
         if tokens is None:
             return super().forward(input_ids, pixel_values, **kwargs)
-        visual: Any = torch.cat(self.get_image_features(pixel_values).pooler_output)  # type: ignore[arg-type]
+        features = self.get_image_features(pixel_values, batch_num_images=kwargs.pop("batch_num_images", None))
+        visual = torch.cat(features.pooler_output)  # type: ignore[arg-type]
         embeddings = self.get_input_embeddings()(input_ids)
         embeddings = insert_visual_tokens(embeddings, visual, tokens, self.config.image_token_id)
         return super().forward(**kwargs | {"inputs_embeds": embeddings})
@@ -241,7 +257,7 @@ def _suppress_loading_report() -> Iterator[None]:
 
 
 class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGeneration):
-    """A `LlavaOfPairs` model with a language-model head. It answers questions about two images.
+    """A `LlavaOfPairs` model with a language-model head. It answers questions about images.
 
     Attributes:
         MODEL: the family's model class without the head.

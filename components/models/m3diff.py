@@ -36,7 +36,7 @@ LARGE_BASE = "llava-onevision-qwen2-7b-ov-hf"
 class M3DiffSettings(Settings):
     """Settings of M3Diff.
 
-    module: settings of the new MDP module. For control runs, settings of the bare difference, or None for the base
+    module: settings of the new MDP module, or for control runs, settings of the bare difference, or null for the base
         without a module.
     lora: adapters of the LLM's linear layers.
     """

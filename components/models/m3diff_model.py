@@ -292,34 +292,38 @@ class M3DiffModel(LlavaOfPairs):
         module_class: Any = BareDifference if isinstance(cfg, DifferenceConfig) else DifferentialPerception
         self.mdp = None if cfg is None else module_class(cfg, config.vision_config.hidden_size)
 
-    def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def visual_tokens(self, pixel_values: Tensor, pairs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the projected features and each image's patches and newline token; see `LlavaOfPairs`."""
-        projected_features = self.multi_modal_projector(self.perceive(pixel_values))
+        projected_features = self.multi_modal_projector(self.perceive(pixel_values, pairs))
         return projected_features, list(self.append_newline(projected_features).unbind(0))
 
-    def perceive(self, pixel_values: Tensor) -> Tensor:
-        """Return the vision encoder's features after equation (8), [2 B, N, D], in the order of the images.
+    def perceive(self, pixel_values: Tensor, pairs: Tensor) -> Tensor:
+        """Return the vision encoder's features after equation (8), [I, N, D], in the order of the images.
 
-        Without a module, return the encoder's features unchanged.
+        Images that are not in a pair keep the encoder's features, and so do all images without a module. See
+        `LlavaOfPairs.visual_tokens`.
         """
         # 1. encode the images
         states = self.vision_hidden_states(pixel_values)
         base_features = states[self.config.vision_feature_layer]
-        if self.mdp is None:
+        if self.mdp is None or not len(pairs):
             return base_features
 
-        # 2. separate images before and after: [B, N, D] each
+        # 2. select the images before and after: [P, N, D] each
+        before, after = pairs.to(pixel_values.device, non_blocking=True).unbind(1)
         levels = [states[layer] for layer in self.mdp.cfg.vision_feature_layers]
-        features_1 = [f[0::2] for f in levels]
-        features_2 = [f[1::2] for f in levels]
+        features_1 = [f.index_select(0, before) for f in levels]
+        features_2 = [f.index_select(0, after) for f in levels]
 
-        # 3. fuse the levels, and interleave the images again: [2 B, N, D]
-        fused = self.mdp(features_1, features_2, base_features[0::2], base_features[1::2])
-        return torch.stack(fused, dim=1).flatten(0, 1)
+        # 3. fuse the levels, and put the fused features in the places of the pairs: [I, N, D]
+        base_features_1 = base_features.index_select(0, before)
+        base_features_2 = base_features.index_select(0, after)
+        fused = self.mdp(features_1, features_2, base_features_1, base_features_2)
+        return base_features.index_copy(0, torch.cat([before, after]), torch.cat(fused).to(base_features))
 
 
 class M3DiffForConditionalGeneration(LlavaOfPairsForGeneration):
-    """M3Diff with a language-model head. It answers questions about two images."""
+    """M3Diff with a language-model head. It answers questions about images."""
 
     config: M3DiffConfig
     MODEL = M3DiffModel

@@ -36,12 +36,11 @@ ENCODERS = {
 class OneDiffSettings(Settings):
     """Settings of OneDiff.
 
-    module: settings of the new Visual Delta Module (VDM), or None for the base without a module.
+    module: settings of the new Visual Delta Module (VDM), or null for the base without a module.
     lora: adapters of the LLM's linear layers. The paper does not use adapters (rank 0) and trains the LLM in full.
-    rates: learning rate of each part. The paper says twice that the vision encoder is frozen (section 4.2), and once
-        that everything is trained (5.1). This project's profile freezes it.
-    align: settings of the alignment, the paper's stage I (Coupled Sample Training). None skips it and starts with stage
-        II.
+    rates: learning rate of each part; null, or no rate, freezes a part. The paper says twice that the vision encoder is
+        frozen (section 4.2), and once that everything is trained (5.1). This project's profile freezes it.
+    align: settings of the alignment, the paper's stage I (Coupled Sample Training), or null to start with stage II.
     """
 
     family: Literal["onediff"]

@@ -18,7 +18,7 @@ images at layer l of the vision encoder, after a layer norm like the one between
 which explains each choice.
 
 Shapes: B pairs, N patches per image, D width of the vision encoder, W width of the LLM, T delta tokens, V width of the
-module. Images are ordered before, after, before, after, ...
+module. In `OneDiffModel`: I images, P pairs among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -347,47 +347,45 @@ class OneDiffModel(LlavaOfPairs):
         llm_width = config.text_config.hidden_size
         self.vdm = None if cfg is None else VisualDeltaModule(cfg, vision_width, llm_width)
 
-    def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def visual_tokens(self, pixel_values: Tensor, pairs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the projected features and each image's visual tokens, including the delta tokens.
 
         See `LlavaOfPairs.visual_tokens`. The delta tokens of a pair are added to one of its images.
         """
-        # 1. encode the images and project their patches: [2 B, N, D] to [2 B, N, W]
+        # 1. encode the images and project their patches: [I, N, D] to [I, N, W]
         states = self.vision_hidden_states(pixel_values)
         projected_features = self.multi_modal_projector(states[self.config.vision_feature_layer])
         images = self.append_newline(projected_features)
-        if self.vdm is None:
-            return projected_features, list(images.unbind(0))
+        tokens = list(images.unbind(0))
+        if self.vdm is None or not len(pairs):
+            return projected_features, tokens
 
-        # 2. compute the delta tokens of each pair: [B, T, W]
+        # 2. compute the delta tokens of each pair: [P, T, W]
         cfg = self.vdm.cfg
+        before, after = pairs.to(pixel_values.device, non_blocking=True).unbind(1)
         features = [states[layer] for layer in cfg.vision_feature_layers]
-        features_1 = [f[0::2] for f in features]
-        features_2 = [f[1::2] for f in features]
+        features_1 = [f.index_select(0, before) for f in features]
+        features_2 = [f.index_select(0, after) for f in features]
         delta = self.vdm(features_1, features_2)
         if cfg.projection == "shared":
             delta = self.multi_modal_projector(delta)
         delta = delta.to(images.dtype)
 
-        # 3. put the delta tokens before, between or after the two images: [B, N + 1, W] to [B, N + 1 + T, W]
-        before = images[0::2]
-        after = images[1::2]
+        # 3. put the delta tokens before, between or after the two images: [P, N + 1, W] to [P, N + 1 + T, W]
         if cfg.place == "before":
-            before = torch.cat([delta, before], dim=1)
+            longer_images = torch.cat([delta, images.index_select(0, before)], dim=1)
         elif cfg.place == "between":
-            before = torch.cat([before, delta], dim=1)
+            longer_images = torch.cat([images.index_select(0, before), delta], dim=1)
         else:
-            after = torch.cat([after, delta], dim=1)
-
-        # 4. list the tokens of each image, because before and after differ in length
-        tokens: list[Tensor] = []
-        for before_tokens, after_tokens in zip(before, after, strict=True):
-            tokens += [before_tokens, after_tokens]
+            longer_images = torch.cat([images.index_select(0, after), delta], dim=1)
+        side = 1 if cfg.place == "after" else 0
+        for pair, image_tokens in zip(pairs.tolist(), longer_images, strict=True):
+            tokens[pair[side]] = image_tokens
         return projected_features, tokens
 
 
 class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):
-    """OneDiff with a language-model head. It answers questions about two images."""
+    """OneDiff with a language-model head. It answers questions about images."""
 
     config: OneDiffConfig
     MODEL = OneDiffModel

@@ -8,8 +8,7 @@ imported only where an image is opened, because a model and its training step ne
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 
+from m3diff.models.prepared import Prepared
 from m3diff.records.errors import DataError, ValueFault
+from m3diff.records.sample import Turn
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -51,48 +52,50 @@ class NormalisedImages(BaseImageProcessor):
         return prepared.movedim(-1, -3).to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
 
 
-class PairProcessor:
-    """Base class of processors. Converts image pairs and texts into model inputs, and generated tokens into texts."""
+class TextProcessor:
+    """The part of a processor that most families share: prepared images, answers and generated tokens."""
 
     tokenizer: Any
     image_processor: Any
     end_id: int
-    save_pretrained: Any  # function that writes the processor to a folder
-
-    def encode_prompt(self, question: str) -> tuple[int, ...]:
-        """Return the token ids of the prompt up to the answer, with placeholders for the visual tokens."""
-        raise NotImplementedError
-
-    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """Normalise prepared images and return the model inputs, on the same device as the images.
-
-        Args:
-            prepared: uint8 [2 B, rows, columns, 3], ordered before, after, before, after, ...
-        """
-        raise NotImplementedError
-
-    def encode_reference(self, text: str) -> list[int]:
-        """Return the token ids of a reference caption and the end token. The loss is computed on these tokens."""
-        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_id]
+    places_images = False  # the chat templates of LLaVA move all images to the front
 
     @property
     def pad_id(self) -> int:
         """Id of the padding token."""
         return self.tokenizer.pad_token_id
 
-    def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """Prepare an image as uint8 [rows, columns, 3]. The shape does not depend on the size of the image."""
-        return self.image_processor.prepare_image(image)
-
-    def prompt_inputs(self, questions: list[str]) -> dict[str, Tensor]:
-        """Return `input_ids` and `attention_mask` of the prompts, [B, tokens], left-padded."""
-        prompts = [list(self.encode_prompt(question)) for question in questions]
-        text = self.tokenizer.pad({"input_ids": prompts}, padding=True, padding_side="left", return_tensors="pt")
-        return {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
+    def encode_answer(self, text: str) -> list[int]:
+        """Return the token ids of an answer, including the end token."""
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_id]
 
     def decode(self, tokens: Tensor) -> list[str]:
         """Decode generated token ids, [B, tokens], into texts without special tokens and surrounding whitespace."""
         return [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+    def marks(self, images: int) -> tuple[str, ...]:
+        """Return the marks of an image set with this number of images."""
+        raise NotImplementedError
+
+    def prepare(self, images: Iterable[Image.Image]) -> Prepared:
+        """Prepare the images of one image set, each by itself, and return them as `pixels`.
+
+        Their shape, [images, rows, columns, 3] uint8, does not depend on the sizes of the images.
+        """
+        prepared_images = [self.image_processor.prepare_image(image) for image in images]
+        marks = self.marks(len(prepared_images))
+        return Prepared({"pixels": torch.from_numpy(np.stack(prepared_images))} if marks else {}, marks)
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], pad_id: int) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` of prompts, [B, tokens], padded on the left."""
+    length = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), length), pad_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, length - len(prompt) :] = torch.tensor(prompt)
+        mask[row, length - len(prompt) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 class M3DiffImageProcessor(NormalisedImages):
@@ -142,17 +145,20 @@ class M3DiffImageProcessor(NormalisedImages):
         return BatchFeature({"pixel_values": self.to_pixels(prepared)})
 
 
-class M3DiffProcessor(PairProcessor, ProcessorMixin):  # type: ignore[misc]  # `decode` takes a batch
-    """Converts image pairs and questions into model inputs.
+class M3DiffProcessor(TextProcessor, ProcessorMixin):  # type: ignore[misc]  # `decode` takes a batch
+    """Converts images and dialogues into model inputs.
 
     Attributes:
         num_image_tokens: number of patches per image.
-        places: number of placeholder tokens for the image before and for the image after. If empty, each image has one
-            token per patch and one newline token.
+        tokens_per_image: number of placeholder tokens for an image that is not in a pair. None for one token per patch
+            and one newline token.
+        pair_tokens: number of placeholder tokens for each image of a pair. If empty, an image has as many tokens in a
+            pair as alone.
         begin_ids: ids of the tokens that the tokenizer puts before a text: <s> for LLaVA-1.5, none for Qwen2.
     """
 
-    places: tuple[int, ...] = ()
+    tokens_per_image: int | None = None
+    pair_tokens: tuple[int, ...] = ()
     begin_ids: tuple[int, ...] = ()
 
     def __init__(
@@ -183,36 +189,66 @@ class M3DiffProcessor(PairProcessor, ProcessorMixin):  # type: ignore[misc]  # `
         template = chat_template_of(Path(folder)) or tokenizer.chat_template
         images = M3DiffImageProcessor.from_pretrained(folder, trust_remote_code=False)
         processor = cls(images, tokenizer, num_image_tokens=config.patches, chat_template=template)
-        processor.places = config.visual_token_counts()
+        processor.tokens_per_image = config.patches + config.newline
+        processor.pair_tokens = config.visual_token_counts()
         processor.begin_ids = tuple(tokenizer("")["input_ids"])
-        processor.encode_prompt = lru_cache(maxsize=4096)(processor.encode_prompt)  # type: ignore[method-assign]
         return processor
 
-    def encode_prompt(self, question: str, images: int = 2) -> tuple[int, ...]:
-        """Return the token ids of the chat prompt up to the assistant's turn.
+    def blank_pair(self) -> Prepared:
+        """Return a prepared pair of black images."""
+        side = self.image_processor.side
+        return Prepared({"pixels": torch.zeros(2, side, side, 3, dtype=torch.uint8)}, self.marks(2))
 
-        The images come first, each with one placeholder per visual token.
+    def marks(self, images: int) -> tuple[str, ...]:
+        """Return, for each image of an image set, one placeholder per visual token."""
+        tokens_per_image = self.tokens_per_image
+        if tokens_per_image is None:
+            tokens_per_image = self.num_image_tokens + 1  # patches and newline
+        counts = (tokens_per_image,) * images
+        if self.pair_tokens and images == len(self.pair_tokens):
+            counts = self.pair_tokens
+        return tuple(IMAGE * count for count in counts)
+
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
+        """Return the token ids of the chat prompt up to the assistant's last turn. The images come first.
 
         Raises:
-            ValueFault: the question contains the text of the placeholder.
+            ValueFault: a text contains the text of the placeholder.
         """
-        places = self.places[:images] or (self.num_image_tokens + 1,) * images  # patches and newline
-        if IMAGE in question:
-            raise ValueFault("models.question_with_image_mark", value=IMAGE)
-        content: list[Any] = [{"type": "image"}] * images + [{"type": "text", "text": question}]
-        turn: dict[str, Any] = {"role": "user", "content": content}
-        text = self.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
-        head, *rest = text.split(IMAGE)
-        for count, after in zip(places, rest, strict=True):
-            head += IMAGE * count + after
-        return self.begin_ids + tuple(self.tokenizer(head, add_special_tokens=False)["input_ids"])
+        messages: list[dict[str, Any]] = []
+        for turn in turns:
+            if IMAGE in turn.question + turn.answer:
+                raise ValueFault("models.question_with_image_mark", value=IMAGE)
+            images = [] if messages else [{"type": "image"}] * len(marks)
+            messages.append({"role": "user", "content": [*images, {"type": "text", "text": turn.question}]})
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": turn.answer}]})
+        text = self.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
+        prompt, *following_texts = text.split(IMAGE)
+        for mark, following_text in zip(marks, following_texts, strict=True):
+            prompt += mark + following_text
+        return self.begin_ids + tuple(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
-    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """Normalise B pairs of prepared images, uint8 [2 B, side, side, 3], and return the model inputs."""
+    def collate(self, prepared: Sequence[Prepared]) -> dict[str, Tensor]:
+        """Combine the images of B image sets.
+
+        Returns:
+            `pixels`, [images, side, side, 3] uint8, and `batch_num_images`, the number of images of each image set,
+            [B]. Empty if there are no images.
+        """
+        pixels = [images.tensors["pixels"] for images in prepared if images.marks]
+        if not pixels:
+            return {}
+        counts = [len(images.marks) for images in prepared]
+        return {"pixels": torch.cat(pixels), "batch_num_images": torch.tensor(counts)}
+
+    def image_inputs(self, images: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return `pixel_values`, [images, 3, side, side], normalised on the device, and `batch_num_images`."""
+        if not images:
+            return {}
         return {
-            "pixel_values": self.image_processor.to_pixels(prepared),
-            # on the CPU, because transformers reads the values
-            "batch_num_images": torch.full((len(prepared) // 2,), 2),
+            "pixel_values": self.image_processor.to_pixels(images["pixels"].to(device, non_blocking=True)),
+            # on the CPU, because the model and transformers read the values
+            "batch_num_images": images["batch_num_images"],
         }
 
 
@@ -225,8 +261,8 @@ def chat_template_of(folder: Path) -> str | None:
 
     Returns None if the folder has neither file.
     """
-    own = folder / "chat_template.jinja"
-    first = folder / "chat_template.json"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
-    return json.loads(first.read_text(encoding="utf-8"))["chat_template"] if first.is_file() else None
+    template_file = folder / "chat_template.jinja"
+    json_file = folder / "chat_template.json"
+    if template_file.is_file():
+        return template_file.read_text(encoding="utf-8")
+    return json.loads(json_file.read_text(encoding="utf-8"))["chat_template"] if json_file.is_file() else None

@@ -9,11 +9,9 @@ This file is cheap to import, because `params.yaml` is read without torch and ex
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Generic, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from m3diff.records.errors import Fault, ValueFault
-
-Value = TypeVar("Value")
 
 
 class Fields:
@@ -62,7 +60,11 @@ def layer_faults(layers: tuple[int, ...]) -> Iterator[Fault]:
 
 @dataclass(frozen=True)
 class Lora(Fields):
-    """Settings of the low-rank adapters. Rank 0 adds no adapters and trains the linear layers in full instead."""
+    """Settings of the low-rank adapters.
+
+    rank: rank of the adapters. Rank 0 adds no adapters and trains the linear layers in full instead.
+    alpha: scale of the adapters. Their output is multiplied by alpha / rank.
+    """
 
     rank: int
     alpha: int
@@ -72,59 +74,22 @@ class Lora(Fields):
         yield from self.check_minimums(rank=0, alpha=1)
 
 
-@dataclass(frozen=True, eq=False)
-class ValueByPart(Mapping[str, Value], Generic[Value]):
-    """A mapping from each part of a model to a value. Subclasses define one field per part."""
+def rate_faults(rates: Mapping[str, float | None], section: str, has_module: bool) -> Iterator[Fault]:
+    """Yield a fault for each invalid learning rate, and a fault if all parts are frozen.
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
-
-    def __getitem__(self, part: str) -> Value:
-        return vars(self)[part]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self))
-
-    def __len__(self) -> int:
-        return len(vars(self))
-
-
-@dataclass(frozen=True, eq=False)
-class Rates(ValueByPart[float | None]):
-    """Learning rate of each part. None freezes the part. A frozen new module keeps its initial weights."""
-
-    vision: float | None
-    projector: float | None
-    module: float | None
-    llm: float | None
-
-    def faults(self, section: str, has_module: bool) -> Iterator[Fault]:
-        """Yield a fault for each invalid rate, and a fault if all parts are frozen.
-
-        Args:
-            section: name of the settings field that contains the rates.
-            has_module: whether the model has weights that belong to the part `module`.
-        """
-        for part, rate in self.items():
-            if rate is not None and not rate > 0:
-                yield Fault("models.rate_not_positive", field=f"{section}.{part}", value=rate)
-        if self.module is not None and not has_module:
-            yield Fault("models.rate_without_module", field=f"{section}.module", value=self.module)
-        if all(rate is None for rate in self.values()):
-            yield Fault("models.no_part_trains", field=section)
-
-
-@dataclass(frozen=True, eq=False)
-class Delays(ValueByPart[float]):
-    """Delay before each part is trained, as a share of all steps in [0, 1). The part's warm-up starts after the delay.
-
-    A delay is useful because a module with random weights gets uninformative gradients until the rest of the model has
-    adapted to its output.
+    Args:
+        rates: learning rate of each part. A part is frozen if its rate is None or if it is not named.
+        section: name of the settings field that contains the rates.
+        has_module: whether the model has weights that belong to the part `module`.
     """
-
-    vision: float = 0.0
-    projector: float = 0.0
-    module: float = 0.0
-    llm: float = 0.0
+    for part, rate in rates.items():
+        if rate is not None and not rate > 0:
+            yield Fault("models.rate_not_positive", field=f"{section}.{part}", value=rate)
+    module_rate = rates.get("module")
+    if module_rate is not None and not has_module:
+        yield Fault("models.rate_without_module", field=f"{section}.module", value=module_rate)
+    if all(rate is None for rate in rates.values()):
+        yield Fault("models.no_part_trains", field=section)
 
 
 @dataclass(frozen=True)
@@ -137,14 +102,14 @@ class Align(Fields):
     datasets: names from `ingest.datasets`. Their training samples are used only in this phase.
     epochs: number of epochs.
     global_batch: number of sequences per optimizer step, over all workers.
-    rates: learning rate of each part. A part that is trained here must also be trained in fine-tuning, because the
-        saved adapters contain only the weights that fine-tuning trains.
+    rates: learning rate of each part; null, or no rate, freezes a part. A part that is trained here must also be
+        trained in fine-tuning, because the saved adapters contain only the weights that fine-tuning trains.
     """
 
     datasets: tuple[str, ...]
     epochs: float
     global_batch: int
-    rates: Rates
+    rates: Mapping[str, float | None]
 
     def faults(self) -> Iterator[Fault]:
         """Yield a fault for each invalid value of the datasets, epochs and batch size."""
@@ -160,19 +125,22 @@ class Settings(Fields):
     """Training settings that all families have in common. Each family adds its own settings.
 
     family: name of the family.
-    module: fields of the family's module, or None to train the base without a module.
+    module: fields of the family's module, or null to train the base without a module.
     lora: settings of the adapters.
-    rates: learning rate of each part. Freezing the module gives a control run, which shows the scores that the module's
-        initial weights reach. If a trained module scores higher, this is due to what it has learnt.
-    delays: when the training of each part starts. By default, all parts are trained from the first step.
-    align: settings of the alignment, a phase on other data before fine-tuning, or None for no alignment.
+    rates: learning rate of each part; null, or no rate, freezes a part. A frozen new module keeps its initial weights.
+        Freezing the module gives a control run, which shows the scores that these weights reach. If a trained module
+        scores higher, this is due to what it has learnt.
+    delays: delay before each part is trained, as a share of all steps in [0, 1); without a delay, a part is trained
+        from the first step. The part's warm-up starts after the delay. A delay is useful because a module with random
+        weights gets uninformative gradients until the rest of the model has adapted to its output.
+    align: settings of the alignment, a phase on other data before fine-tuning, or null for no alignment.
     """
 
     family: str
     module: Any
     lora: Lora
-    rates: Rates
-    delays: Delays = field(default_factory=Delays)
+    rates: Mapping[str, float | None]
+    delays: Mapping[str, float] = field(default_factory=dict)
     align: Align | None = None
 
     def has_module(self) -> bool:
@@ -181,19 +149,21 @@ class Settings(Fields):
 
     def faults(self) -> Iterator[Fault]:
         """Yield a fault for each invalid rate, delay or setting of the alignment."""
-        yield from self.rates.faults("rates", self.has_module())
+        yield from rate_faults(self.rates, "rates", self.has_module())
         for part, delay in self.delays.items():
             if not 0 <= delay < 1:
                 yield Fault("models.delay_not_a_share", field=f"delays.{part}", value=delay)
         align = self.align
         if align is None:
             return
-        yield from align.rates.faults("align.rates", self.has_module())
+        yield from rate_faults(align.rates, "align.rates", self.has_module())
         for part, rate in align.rates.items():
-            if rate is not None and self.rates[part] is None:
+            # `Family.complete_settings` adds the parts without a rate, and calls this again
+            if rate is not None and self.rates.get(part, 0.0) is None:
                 yield Fault("models.part_of_alignment_frozen", field=f"align.rates.{part}", other_field=f"rates.{part}")
-        if align.rates.llm is not None and self.lora.rank:
-            yield Fault("models.llm_trains_in_alignment", field="align.rates.llm", value=align.rates.llm)
+        llm_rate = align.rates.get("llm")
+        if llm_rate is not None and self.lora.rank:
+            yield Fault("models.llm_trains_in_alignment", field="align.rates.llm", value=llm_rate)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def prepare_for_training(model: Any, family: Family, settings: Settings) -> Any:
     """
     targets: dict[str, str] = {}
     if settings.lora.rank:
-        targets = {part: target for part, target in family.lora_targets.items() if settings.rates[part] is not None}
+        targets = {part: target for part, target in family.lora_targets.items() if settings.rates.get(part) is not None}
     module_names = [name for name, _ in model.named_modules()]
     for part, target in targets.items():
         if not any(re.fullmatch(target, name) for name in module_names):
@@ -142,7 +142,7 @@ def should_train(name: str, family: Family, settings: Settings) -> bool:
         settings: settings of the family.
     """
     part = family.part_of(name)
-    if settings.rates[part] is None or name.startswith(family.unused_parameters):
+    if settings.rates.get(part) is None or name.startswith(family.unused_parameters):
         return False
     target = family.lora_targets.get(part)
     if target is None:
@@ -164,7 +164,7 @@ def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> li
     """
     parts_by_rate: dict[tuple[float, float], list[str]] = {}
     for part in family.parts:
-        rate = settings.rates[part]
+        rate = settings.rates.get(part)
         if rate is not None:
             delay = settings.delays.get(part, 0.0)
             parts_by_rate.setdefault((rate, delay), []).append(part)

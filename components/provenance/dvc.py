@@ -144,10 +144,16 @@ class Lock:
         """Return the parameters that a stage ran with, by section. Empty if it has no parameters or never ran."""
         return self.stages.get(stage, {}).get("params", {}).get("params.yaml", {})
 
-    def output(self, stage: str, name: str) -> Path:
-        """Return the path of the stage's output that ends in `name`, or `name` itself if there is no such output."""
+    def output(self, stage: str, name: str, *older_names: str) -> Path:
+        """Return the path of the stage's output that ends in `name`, or `name` itself if there is no such output.
+
+        Args:
+            stage: name of the stage.
+            name: last component of the path.
+            older_names: names of the same output in the `dvc.lock` of an earlier release.
+        """
         outputs = (Path(entry["path"]) for entry in self.stages.get(stage, {}).get("outs", []))
-        return next((path for path in outputs if path.name == name), Path(name))
+        return next((path for path in outputs if path.name in (name, *older_names)), Path(name))
 
     def _entries(self) -> Iterator[LockEntry]:
         for stage, record in self.stages.items():

@@ -1,4 +1,4 @@
-"""Errors with codes, the wording of their messages, and helpers to quote text and to remove secrets from it.
+"""Errors with codes, the wording of their messages, and helpers to count, to quote text and to remove secrets from it.
 
 An error has a code such as `images.blank` and fields such as `path`. `messages.toml` contains the wording for each
 code: `problem` says what is wrong, and `remedy` says what to do. Programs and tests should use the code and the fields,
@@ -51,7 +51,18 @@ def shorten_value(value: Any) -> Any:
     """Return the first MAX_VALUE_CHARS characters of a longer text and its length. Return any other value unchanged."""
     if not isinstance(value, str) or len(value) <= MAX_VALUE_CHARS:
         return value
-    return f"{value[:MAX_VALUE_CHARS]}... ({len(value):,} characters)"
+    return f"{value[:MAX_VALUE_CHARS]}... ({format_count(len(value), 'character')})"
+
+
+def format_count(count: float, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, such as "1 step", "2,000 steps" or "0.5 epochs".
+
+    Args:
+        noun: the noun after 1. It may include a verb: "caption is empty".
+        plural: the noun after any other number. The default is `noun` with an s.
+    """
+    number = f"{count:,.0f}" if count == round(count) else f"{count:g}"
+    return f"{number} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def text_of_item(item: Any) -> str:
@@ -89,8 +100,7 @@ class MessageFormatter(string.Formatter):
         if format_spec == "shell":
             return shell_word(value)
         if "|" in format_spec and not isinstance(value, str):
-            singular, plural = format_spec.split("|")
-            return f"{value:,} {singular if value == 1 else plural}"
+            return format_count(value, *format_spec.split("|"))
         try:
             text = format(value, format_spec)
         except (TypeError, ValueError):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -92,8 +91,22 @@ def new_folder(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
         temporary = Path(scratch) / folder.name
         yield temporary
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         temporary.rename(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder with its content, if it exists.
+
+    The folder is first renamed, so that a process that is killed meanwhile leaves no folder with this name that lacks
+    some of its files.
+    """
+    if not os.path.lexists(folder):
+        return
+    with tempfile.TemporaryDirectory(
+        dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True
+    ) as scratch:
+        folder.rename(Path(scratch) / folder.name)
 
 
 def user_cache() -> Path:

@@ -21,6 +21,11 @@ def root() -> Path:
     return PROFILES.parents[1].resolve() if is_checkout() else PROFILES.parents[1]
 
 
+def questions_file() -> Path:
+    """Return the file of the package with the questions for each task."""
+    return PROFILES.resolve() / "questions.yaml"
+
+
 def version_number() -> str:
     """Return the version, such as `0.1.0`.
 

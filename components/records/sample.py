@@ -1,6 +1,9 @@
-"""An image in the tables that stages pass on."""
+"""An image, and a turn of a dialogue about images, in the tables that stages pass on."""
 
 from typing import NamedTuple
+
+MOST_IMAGES = 2  # number of images that a question can be about
+IMAGE_MARK = "<image>"  # where a question of a dataset says that an image belongs in the text
 
 
 class ImageRef(NamedTuple):
@@ -13,3 +16,15 @@ class ImageRef(NamedTuple):
 
     uri: str
     sha256: bytes | None = None
+
+
+class Turn(NamedTuple):
+    """A question of a dialogue with its answer.
+
+    Attributes:
+        question: the question.
+        answer: the answer, or an empty text if the question is still to be answered.
+    """
+
+    question: str
+    answer: str = ""

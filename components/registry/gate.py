@@ -16,7 +16,7 @@ equal models on a small group of pairs. Choose a tolerance of about twice the st
 
 A new setting of the gate needs:
 
-1. a field of `Promote` in `stages/register/params.py`, with a value in `params.yaml` and `profiles/embedded.yaml`;
+1. a field of `Promote` in `stages/register/params.py`, with a default or a value in `profiles/embedded.yaml`;
 2. the code that uses it: `compare_with_champion` here, and `judge_without_champion` if it also applies to the first
    version. A setting that names a score also has a place in `compared_scores` and `use_characters_if_needed`;
 3. a check in `check_gate_scores` of `settings/rules.py`, if it names scores or protocols;
@@ -33,7 +33,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.records.errors import Fault
+from m3diff.records.errors import Fault, format_count
 from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
 from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Resampled, add_character_variants
 from m3diff.stages.register.params import Promote
@@ -89,7 +89,8 @@ def judge_without_champion(cfg: Promote, challenger: pa.Table) -> Verdict:
         return refuse_missing_scores(cfg, missing_scores)
     pairs = rows_of(challenger, cfg.protocol).num_rows
     challenger_score = score(cfg, challenger, cfg.metric)
-    reason = f"there was no champion. {cfg.metric} {challenger_score:.4f} over {pairs} pairs of {cfg.protocol}"
+    scored_pairs = format_count(pairs, "pair")
+    reason = f"there was no champion. {cfg.metric} {challenger_score:.4f} over {scored_pairs} of {cfg.protocol}"
     return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=challenger_score)
 
 
@@ -133,7 +134,7 @@ def compare_with_champion(cfg: Promote, challenger: pa.Table, champion: pa.Table
             reasons.append(f"guarded scores within their tolerance: {', '.join(guards.passed_scores)}")
     return Verdict(
         outcome="refused" if faults else "promoted",
-        reason="; ".join([f"{comparison_text} over {pairs} pairs", *reasons]),
+        reason="; ".join([f"{comparison_text} over {format_count(pairs, 'pair')}", *reasons]),
         pairs=pairs,
         challenger_score=challenger_score,
         champion_score=champion_score,
@@ -274,7 +275,8 @@ def describe_different_pairs(cfg: Promote, challenger: pa.Table, champion: pa.Ta
         }
         for model, ids in missing_ids.items():
             if ids:
-                yield f"{model} has no {name} for {len(ids)} pairs that the other model has, such as {min(ids)}"
+                pairs = format_count(len(ids), "pair")
+                yield f"{model} has no {name} for {pairs} that the other model has, such as {min(ids)}"
 
 
 def ids_without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:

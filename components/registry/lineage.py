@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from m3diff.provenance.code import DIGEST_FOLDER, edited_files
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.provenance.git import git
 from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.tables import read_table
 from m3diff.registry.tracking import CHECKPOINT_TAG, FLOW_RUN_TAG, TOKEN_LIMIT_TAG, WEIGHTS_TAG, weights_sha256
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
@@ -88,14 +88,19 @@ def find_adapters(cfg: Register, checkpoint: Path) -> Path | None:
 
 
 def hash_test_set(paths: Paths) -> str:
-    """Return a sha256 that identifies the test set: the ids, references and images of the captioned pairs.
+    """Return a sha256 that identifies the test set: ids, references, images and own questions of the captioned records.
 
     The scores of two models can be compared if the hashes of their test sets are equal.
     """
     digest = hashlib.sha256()
     for record in captioned_records(paths):
-        image_hashes = [image["sha256"].hex() for image in record["images"]]
-        digest.update(json.dumps([record["id"], record["references"], *image_hashes]).encode())
+        identity = [record["id"], record["references"]]
+        identity += [image["sha256"].hex() for image in record["images"]]
+        # Only where present, so that a test set of captions keeps the hash that earlier releases registered
+        if record["question"] is not None or record["history"]:
+            turns = [[turn["question"], turn["answer"]] for turn in record["history"]]
+            identity.append([record["question"], turns])
+        digest.update(json.dumps(identity).encode())
     return digest.hexdigest()
 
 
@@ -104,10 +109,8 @@ def captioned_records(paths: Paths) -> Iterator[dict[str, Any]]:
     predictions_file = paths.predictions / "predictions.json"
     with data_error_if_unreadable(predictions_file):
         predictions = json.loads(predictions_file.read_text())
-    records_file = paths.clean / "records.parquet"
-    columns = ["id", "images", "references"]
-    with data_error_if_unreadable(records_file):
-        table = pq.read_table(records_file, columns=columns).sort_by("id")
+    columns = ["id", "images", "history", "question", "references"]
+    table = read_table(paths.clean / "records", columns).sort_by("id")
     # Cast, because an empty list would have the type null
     captioned_ids = pc.cast([prediction["image_id"] for prediction in predictions], "string")
     yield from table.filter(pc.is_in(table["id"], captioned_ids)).to_pylist()

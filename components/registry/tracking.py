@@ -33,7 +33,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.exceptions import MlflowException
 
-from m3diff.records.errors import CodedError, DataError, data_error_if_unreadable, redact
+from m3diff.records.errors import CodedError, DataError, data_error_if_unreadable, format_count, redact
 from m3diff.records.files import lock_exclusively
 from m3diff.records.installation import install_command
 from m3diff.registry.local_store import SQLITE, TOKEN_LIMIT_TAG, database_path
@@ -61,6 +61,7 @@ PATH_COLUMNS = (
     ("model_versions", "storage_location"),
 )
 FORBIDDEN_CHARACTERS = re.compile(r"[^\w.\- :/]")  # characters that MLflow does not allow in metric names
+MAX_NAME_CHARS = 250  # maximum length of a metric's name
 MAX_BATCH_ENTRIES = {"params": 100, "metrics": 1000}  # maximum number of entries that MLflow accepts in one request
 TRACKING_URI = "register.tracking_uri"  # key of the store's URI in params.yaml
 
@@ -357,6 +358,7 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
     Nested scores are logged as `part/score`, and the scores of a protocol as `dataset/protocol/score`. Values that are
     null or not numbers are left out. The scores in `headline.json`, which are multiplied by 100 as in papers, are
     logged as `x100/dataset/protocol/score`. Characters that MLflow does not allow in names are replaced by underscores.
+    The names of kinds of questions come from the data, so a name that is too long for MLflow is left out.
     """
     report = json.loads(metrics.read_text())
     protocols = report.pop("protocols", {})
@@ -366,9 +368,16 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
         leaves |= flatten(json.loads(headline.read_text()), TIMES_100_PREFIX, separator="/")
     scores: dict[str, float] = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, int | float):
-            scores[FORBIDDEN_CHARACTERS.sub("_", name)] = float(leaf)
+        metric_name = clean_metric_name(name)
+        if isinstance(leaf, int | float) and len(metric_name) <= MAX_NAME_CHARS:
+            scores[metric_name] = float(leaf)
     _log(client, run_id, "metrics", [Metric(name, value, timestamp_ms, 0) for name, value in scores.items()])
+
+
+def clean_metric_name(name: str) -> str:
+    """Return a name that MLflow allows: without special characters, and without empty parts and dots as in a path."""
+    parts = FORBIDDEN_CHARACTERS.sub("_", name).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", ".."))
 
 
 def _log(client: MlflowClient, run_id: str, kind: str, entries: list[Any]) -> None:
@@ -405,7 +414,7 @@ class RunDescription(NamedTuple):
         train = self.params.get("train", {})
         name = f"{self.model} {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}"
         if "epochs" in train:
-            name += f", {train['epochs']:g} epochs"
+            name += f", {format_count(train['epochs'], 'epoch')}"
         if "seed" in train:
             name += f", seed {train['seed']}"
         return name

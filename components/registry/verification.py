@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 from m3diff.provenance import dvc
 from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, read_file_list, tracked_outputs
 from m3diff.provenance.git import find_commit, git, read_from_commit
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, format_count
 from m3diff.registry.lineage import CODE_TAG, PREDICT_CODE_DIGESTS, RAW_DATA_PREFIX
 from m3diff.registry.tracking import CHECKPOINT_TAG, WEIGHTS_TAG, connect, weights_sha256
 from m3diff.registry.versions import download_checkpoint, find_version, read_commit
@@ -38,16 +38,18 @@ class StageOutput(NamedTuple):
         stage: the stage that writes the output.
         name: the last component of the output's path.
         tag: the version tag that holds the output's hash, or None if there is no such tag.
+        older_names: the name in versions that earlier releases registered.
     """
 
     part: str
     stage: str
     name: str
     tag: str | None
+    older_names: tuple[str, ...] = ()
 
 
 OUTPUTS = (
-    StageOutput(part="records", stage="validate", name="records.parquet", tag=None),
+    StageOutput(part="records", stage="validate", name="records", tag=None, older_names=("records.parquet",)),
     StageOutput(part="mixture", stage="convert", name="train", tag="dvc.data"),
     StageOutput(part="mixture", stage="convert", name="val", tag="dvc.val_data"),
     StageOutput(part="mixture", stage="convert", name="test", tag=None),
@@ -175,7 +177,7 @@ def chain_links(tags: Mapping[str, str], lock: Lock) -> Iterator[ChainLink]:
         if output.stage == "train":
             yield ChainLink("base", Path(lock.stage_params("train")["train"]["base"]), "train deps", "dvc.base")
             yield ChainLink("model code", PREDICT_CODE_DIGESTS, "predict deps", CODE_TAG)
-        path = lock.output(output.stage, output.name)
+        path = lock.output(output.stage, output.name, *output.older_names)
         yield ChainLink(output.part, path, f"{output.stage} outs", output.tag)
 
 
@@ -235,7 +237,7 @@ class CommitContents:
         checks = [self.check(part, path, self.tracked[path], rehash) for path in paths]
         failed_checks = [check for check in checks if check.outcome != "ok"]
         if not failed_checks:
-            return "ok", f"all {len(checks)} parts are stored"
+            return "ok", f"all {format_count(len(checks), 'part is', 'parts are')} stored"
         notes = [f"{check.location}: {check.note}" for check in failed_checks]
         return failed_checks[0].outcome, "; ".join(notes)
 

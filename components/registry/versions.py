@@ -1,5 +1,6 @@
 """Find versions of the registered model by number or alias, and list them with their scores (`m3diff models`)."""
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -197,6 +198,22 @@ def download_checkpoint(version: ModelVersion, into: Path | None = None) -> Path
     """
     uri = f"models:/{version.name}/{version.version}/artifacts/checkpoint"
     return Path(artifacts.download_artifacts(artifact_uri=uri, dst_path=str(into) if into else None))
+
+
+def read_trained_question(version: ModelVersion) -> str | None:
+    """Return the question that a version was trained on, or None if its checkpoint does not name one.
+
+    Raises:
+        MlflowException: MLflow has no checkpoint of the version.
+        OSError: the manifest of the checkpoint is missing.
+        ValueError: the manifest is not JSON.
+    """
+    from m3diff.models.checkpoint import MANIFEST, trained_question  # imports torch, which takes seconds
+
+    uri = f"models:/{version.name}/{version.version}/artifacts/checkpoint/{MANIFEST}"
+    with tempfile.TemporaryDirectory() as folder:
+        manifest = json.loads(Path(artifacts.download_artifacts(artifact_uri=uri, dst_path=folder)).read_text())
+    return trained_question(manifest) if isinstance(manifest, dict) else None
 
 
 def find_stored_model(client: MlflowClient, version: ModelVersion) -> LoggedModel:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.errors import DataError, data_error_if_unreadable, format_count
 
 ALIGNMENT = "Alignment"
 FINE_TUNING = "Fine-tuning"
@@ -192,15 +192,10 @@ def make_phase(rows: PhaseRows) -> Phase:
 # Charts
 
 
-def format_steps(steps: float) -> str:
-    """Return a number of steps as text, such as "2,000 steps"."""
-    return "1 step" if steps == 1 else f"{steps:,.0f} steps"
-
-
 def draw_phase(phase: Phase) -> DrawnPhase:
     """Draw the charts of a training phase, except those without data."""
     return DrawnPhase(
-        title=f"{phase.name}, {format_steps(phase.steps)}",
+        title=f"{phase.name}, {format_count(phase.steps, 'step')}",
         charts=[draw_chart(chart) for chart in main_charts(phase) if chart.series],
         more_charts=[draw_chart(chart) for chart in further_charts(phase) if chart.series],
         numbers=validation_rows(phase),
@@ -209,8 +204,9 @@ def draw_phase(phase: Phase) -> DrawnPhase:
 
 
 def main_charts(phase: Phase) -> list[Chart]:
-    """Return the charts of loss, validation CIDEr and learning rates. A chart without data has no series."""
+    """Return the charts of loss, validation scores and learning rates. A chart without data has no series."""
     cider = [Point(point.step, 100 * point.value) for point in phase.points("val_cider")]
+    match = [Point(point.step, 100 * point.value) for point in phase.points("val_match")]
     learning_rates = merge_equal_columns(phase.columns_with_prefix("lr_"))
     return [
         loss_chart(phase),
@@ -218,6 +214,12 @@ def main_charts(phase: Phase) -> list[Chart]:
             title="CIDEr of validation pairs",
             note="times 100, at captioned checkpoints",
             series=[make_line("CIDEr", cider, has_dots=True)] if cider else [],
+            steps=phase.steps,
+        ),
+        Chart(
+            title="Exact match of answers",
+            note="to validation questions, in percent, at captioned checkpoints",
+            series=[make_line("exact match", match, has_dots=True)] if match else [],
             steps=phase.steps,
         ),
         Chart(
@@ -328,7 +330,11 @@ def validation_rows(phase: Phase) -> list[tuple[str, ...]]:
 
     If there are many validations, they are thinned out evenly.
     """
-    columns = {"validation loss": phase.points("val_loss"), "CIDEr, times 100": phase.points("val_cider")}
+    columns = {
+        "validation loss": phase.points("val_loss"),
+        "CIDEr, times 100": phase.points("val_cider"),
+        "exact match, %": phase.points("val_match"),
+    }
     columns = {name: points for name, points in columns.items() if points}
     steps_with_values: set[float] = set()
     for points in columns.values():

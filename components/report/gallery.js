@@ -14,6 +14,7 @@ function make(tag, properties = {}, ...children) {
 }
 
 // ---- facts about a pair ----
+const NOUN = PAIRS.some(pair => pair.question !== null) ? "records" : "pairs";
 const MEASURE = TWO ? "difference" : "score";
 const protocolOf = pair => field("protocol").value || Object.keys(pair.scores)[0];
 function scoreOf(pair, run, column = Number(field("column").value)) {
@@ -25,10 +26,10 @@ function measure(pair) {
   return last === null || first === null ? null : last - first;
 }
 const changes = pair => pair.types[0] === "none" && pair.types.length === 1 ? 0 : pair.types.length || null;
-const title = pair => changes(pair) === 0 ? "no change" : pair.types.join(", ") || "type unknown";
+const title = pair => pair.question !== null ? pair.kind || "question" : changes(pair) === 0 ? "no change" : pair.types.join(", ") || "type unknown";
 const times100 = value => value === null ? "–" : (100 * value).toFixed(1);
 const signed = value => value === null ? "–" : (value > 0 ? "+" : "") + (100 * value).toFixed(1);
-const WORDS = PAIRS.map(pair => [pair.id, ...pair.references, ...pair.captions.flatMap(c => c.clauses.map(part => part[0]))].join("\n").toLowerCase());
+const WORDS = PAIRS.map(pair => [pair.id, ...pair.history.flat(), pair.question ?? "", ...pair.references, ...pair.captions.flatMap(c => c.clauses.map(part => part[0]))].join("\n").toLowerCase());
 PAIRS.forEach((pair, place) => { pair.words = WORDS[place]; pair.place = place; });
 
 // ---- filters and order ----
@@ -68,13 +69,13 @@ let each = false, shown = [], drawn = 0, opened = -1;
 
 function matchingPairs() {
   const text = field("text").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
-  const dataset = field("dataset").value, protocol = field("protocol").value, type = field("type").value;
+  const dataset = field("dataset").value, protocol = field("protocol").value, type = field("type").value, kind = field("kind").value;
   const group = GROUPS[field("changes").value], judged = JUDGED[field("grade").value];
   const bound = name => field(name).value === "" ? null : Number(field(name).value) / 100;
   const low = bound("low"), high = bound("high");
   const matches = PAIRS.filter(pair => {
     if (dataset && pair.dataset !== dataset || protocol && !(protocol in pair.scores)) return false;
-    if (type && !pair.types.includes(type) || !group(pair) || !judged(pair)) return false;
+    if (kind && pair.kind !== kind || type && !pair.types.includes(type) || !group(pair) || !judged(pair)) return false;
     if (low !== null || high !== null) {
       const value = measure(pair);
       if (value === null || low !== null && value < low || high !== null && value > high) return false;
@@ -84,15 +85,15 @@ function matchingPairs() {
   return (each ? medians(matches) : matches).sort(ORDERS[field("sort").value]);
 }
 
-const kindOf = pair => changes(pair) > 1 ? "several" : title(pair) + " " + (pair.types.length ? "" : pair.dataset);
-const KINDS = new Set(PAIRS.map(kindOf)).size;
-function medians(pairs) {  // returns the pair with the median score for each kind of pair
-  const kinds = new Map();
+const sortOf = pair => pair.question !== null ? `question ${title(pair)}` : changes(pair) > 1 ? "several" : title(pair) + " " + (pair.types.length ? "" : pair.dataset);
+const SORTS = new Set(PAIRS.map(sortOf)).size;
+function medians(pairs) {  // returns the pair with the median score for each sort of pair
+  const sorts = new Map();
   for (const pair of pairs) {
-    const kind = kindOf(pair);
-    kinds.set(kind, [...(kinds.get(kind) || []), pair]);
+    const sort = sortOf(pair);
+    sorts.set(sort, [...(sorts.get(sort) || []), pair]);
   }
-  return [...kinds.values()].map(members => members.sort(byMeasure(1))[members.length >> 1]);
+  return [...sorts.values()].map(members => members.sort(byMeasure(1))[members.length >> 1]);
 }
 
 // ---- views: a button sets several controls ----
@@ -100,9 +101,9 @@ const VIEWS = (TWO ? [
   ["Differ most", {sort: "most"}], [`${PAGE.runs[1]} better`, {sort: "high"}], [`${PAGE.runs[0]} better`, {sort: "low"}], ["All, by id", {sort: "id"}],
 ] : [
   ["One of each kind", {sort: "type", each: true}], ["Where it fails", {sort: "low", changes: "one"}], ["Where it shines", {sort: "high", changes: "one"}],
-  ["Several changes", {sort: "low", changes: "several"}], ["Nothing changed", {sort: "low", changes: "none"}], ["All pairs", {sort: "order"}],
+  ["Several changes", {sort: "low", changes: "several"}], ["Nothing changed", {sort: "low", changes: "none"}], [`All ${NOUN}`, {sort: "order"}],
 ]).filter(([, view]) => PAGE.columns.length || !["low", "high", "most"].includes(view.sort));
-const VIEW_CONTROLS = {changes: "", grade: "", sort: "order", type: "", text: "", low: "", high: ""};
+const VIEW_CONTROLS = {changes: "", grade: "", sort: "order", type: "", kind: "", text: "", low: "", high: ""};
 function applyView(view) {
   for (const [name, value] of Object.entries({...VIEW_CONTROLS, ...view})) if (name !== "each") field(name).value = value;
   each = Boolean(view.each);
@@ -123,14 +124,15 @@ function setUp() {
   fill("dataset", [["", "all"], ...PAGE.datasets.map(name => [name, name])], PAGE.datasets.length > 1);
   fill("protocol", [["", "first of each dataset"], ...asOptions(PAGE.protocols)], PAGE.protocols.length > 1);
   fill("type", [["", "any"], ...PAGE.types.map(type => [type, type])], PAGE.types.length > 1);
+  fill("kind", [["", "any"], ...PAGE.kinds.map(kind => [kind, kind])], PAGE.kinds.length > 1);
   fill("changes", [["", "any number"], ["one", "one"], ["several", "several"], ["none", "none"]].filter(([key]) => has(GROUPS[key])));
   fill("grade", TWO ? [["", "any"], ["differ", "captions differ"], ...(PAGE.graded ? [["gained", `all right in ${PAGE.runs[1]} only`], ["lost", `all right in ${PAGE.runs[0]} only`]] : [])]
-    : [["", "any"], ["right", "all right"], ["type", "type right"], ["wrong", "not all right"]], TWO || PAGE.graded);
+    : [["", "any"], ["right", "all right"], ["type", "type or form right"], ["wrong", "not all right"]].filter(([key]) => key !== "type" || PAIRS.some(pair => pair.captions[0].grade === 1)), TWO || PAGE.graded);
   fill("column", asOptions(PAGE.columns));
   fill("sort", [...(PAGE.columns.length ? [["low", `lowest ${MEASURE} first`], ["high", `highest ${MEASURE} first`]] : []), ...(TWO ? [["most", "largest difference first"]] : []), ["id", "id"], ["type", "type"], ["order", "order of the records"]]);
   field("low").closest("label").hidden = !PAGE.columns.length;
   for (const [text, view] of VIEWS) find("views").append(make("button", {type: "button", textContent: text, onclick: () => applyView(view)}));
-  [...find("views").children].forEach((chip, place) => { const {changes: group} = VIEWS[place][1]; chip.hidden = Boolean(group) && !has(GROUPS[group]) || Boolean(VIEWS[place][1].each) && KINDS < 2; });
+  [...find("views").children].forEach((chip, place) => { const {changes: group} = VIEWS[place][1]; chip.hidden = Boolean(group) && !has(GROUPS[group]) || Boolean(VIEWS[place][1].each) && SORTS < 2; });
   if (!PAGE.saliency) find("heat-label").remove();
 }
 
@@ -140,7 +142,7 @@ function refresh() {
   shown = matchingPairs();
   drawn = 0;
   cards.replaceChildren();
-  find("count").textContent = shown.length === PAIRS.length ? `${PAIRS.length} pairs` : `${shown.length} of ${PAIRS.length} pairs`;
+  find("count").textContent = shown.length === PAIRS.length ? `${PAIRS.length} ${NOUN}` : `${shown.length} of ${PAIRS.length} ${NOUN}`;
   find("clear").hidden = shown.length === PAIRS.length;
   markView();
   drawMore();
@@ -156,7 +158,7 @@ function picture(src, caption, alt) {
 }
 function captionOf(pair, run) {
   const caption = pair.captions[run], parts = [];
-  const name = TWO ? `${PAGE.runs[run]}${PAGE.columns.length ? ", " + times100(scoreOf(pair, run)) : ""}` : "prediction";
+  const name = TWO ? `${PAGE.runs[run]}${PAGE.columns.length ? ", " + times100(scoreOf(pair, run)) : ""}` : pair.question === null ? "prediction" : "answer";
   parts.push(make("p", {className: "label small quiet", textContent: name}));
   for (const [text, marks] of caption.clauses) {
     parts.push(make("p", {className: "prediction", textContent: text || "(empty)"}));
@@ -164,6 +166,13 @@ function captionOf(pair, run) {
   }
   if (caption.missed) parts.push(make("ul", {className: "marks"}, make("li", {className: "wrong", textContent: `${caption.missed} change${caption.missed > 1 ? "s" : ""} not named`})));
   return parts;
+}
+function dialogueOf(pair, most = Infinity) {  // the latest turns before the question, and the question
+  if (pair.question === null) return [];
+  const turns = pair.history.slice(Math.max(0, pair.history.length - most)), left = pair.history.length - turns.length, parts = [];
+  if (left) parts.push(make("p", {className: "turn quiet", textContent: `${left} earlier turn${left > 1 ? "s" : ""}`}));
+  for (const [question, answer] of turns) parts.push(make("p", {className: "turn quiet", textContent: question}), make("p", {className: "turn told quiet", textContent: answer}));
+  return [make("div", {className: "asked"}, ...parts, make("p", {className: "turn", textContent: pair.question}))];
 }
 function scoreText(pair) {
   const name = PAGE.columns[field("column").value];
@@ -175,10 +184,12 @@ function card(pair, place) {
   element.setAttribute("aria-label", `${title(pair)}: open`);
   element.append(make("header", {}, make("b", {textContent: title(pair)}), make("span", {textContent: scoreText(pair)})));
   if (pair.images) {
-    const [before, after, heat] = pair.images;
-    element.append(make("div", {className: heat ? "trio" : "trio two"}, picture(before, "before", "before"), picture(after, "after", "after"),
+    const [before, after] = pair.images, heat = pair.outlined;
+    if (pair.images.length === 2) element.append(make("div", {className: heat ? "trio" : "trio two"}, picture(before, "before", "before"), picture(after, "after", "after"),
       heat ? picture(heat, "saliency map", "after, with the outlines of its saliency map") : null));
+    else if (pair.images.length === 1) element.append(make("div", {className: "trio two"}, picture(before, "image", "image"), heat ? picture(heat, "saliency map", "image, with the outlines of its saliency map") : null));
   } else element.append(forbidden(pair));
+  element.append(...dialogueOf(pair, 2));
   PAGE.runs.forEach((_, run) => element.append(...captionOf(pair, run)));
   const others = pair.references.length - 1;
   element.append(make("div", {className: "truth"}, make("p", {className: "small", textContent: others ? `closest of ${pair.references.length} references` : "reference"}), make("q", {textContent: pair.references[0] || "(empty)"})));
@@ -196,19 +207,22 @@ function open(place) {
   find("viewer-place").textContent = `${place + 1} of ${shown.length}`;
   find("previous").disabled = place === 0;
   find("next").disabled = place === shown.length - 1;
-  find("look").hidden = !pair.images;
-  if (pair.images) {
+  const count = pair.images ? pair.images.length : 0;
+  find("look").hidden = count === 0;
+  find("slide").hidden = find("slide-keys").hidden = count !== 2;
+  find("single").hidden = count !== 1;
+  if (count === 2) {
     find("slide-before").src = pair.images[0];
-    showAfter();
     slide(50);
   }
+  if (count) showLast();
   const others = pair.references.length > 1 ? "references, the closest first" : "reference";
-  find("words").replaceChildren(...(pair.images ? [] : [forbidden(pair)]), ...PAGE.runs.flatMap((_, run) => captionOf(pair, run)),
+  find("words").replaceChildren(...(pair.images ? [] : [forbidden(pair)]), ...dialogueOf(pair), ...PAGE.runs.flatMap((_, run) => captionOf(pair, run)),
     make("div", {className: "truth"}, make("p", {className: "small", textContent: others}), ...pair.references.map(text => make("q", {textContent: text || "(empty)"}))),
     scoreTable(pair), make("p", {className: "id", textContent: pair.id}));
   if (!viewer.open) viewer.showModal();
   viewer.scrollTop = 0;
-  if (pair.images) find("slider").focus();
+  if (count === 2) find("slider").focus();
 }
 function scoreTable(pair) {
   const columns = PAGE.columns.filter((_, place) => PAGE.runs.some((_, run) => scoreOf(pair, run, place) !== null));
@@ -220,11 +234,12 @@ function scoreTable(pair) {
     ...columns.map(name => cell("td", times100(pair.scores[protocol][place][PAGE.columns.indexOf(name)]))))));
   return make("div", {className: "scroll"}, make("table", {className: "narrow"}, make("thead", {}, head), make("tbody", {}, ...rows)));
 }
-function showAfter() {
-  const [, after, heat] = shown[opened].images, heatBox = find("heat");
-  if (heatBox) find("heat-label").hidden = !heat;
-  find("slide-after").src = heatBox && heatBox.checked && heat ? heat : after;
+function showLast() {  // the image after or the only image, with or without the outlines of its saliency map
+  const {images, outlined} = shown[opened], heatBox = find("heat");
+  if (heatBox) find("heat-label").hidden = !outlined;
+  find(images.length === 2 ? "slide-after" : "single").src = heatBox && heatBox.checked && outlined ? outlined : images[images.length - 1];
 }
+const isShown = count => viewer.open && (shown[opened].images || []).length >= count;
 function slide(value) {
   find("slider").value = value;
   find("slide").style.setProperty("--x", `${100 - value}%`);
@@ -242,15 +257,16 @@ find("previous").onclick = () => step(-1);
 find("next").onclick = () => step(1);
 find("close").onclick = () => viewer.close();
 find("slider").oninput = event => slide(Number(event.target.value));
-if (find("heat")) find("heat").onchange = showAfter;
+if (find("heat")) find("heat").onchange = showLast;
 viewer.addEventListener("click", event => { if (event.target === viewer) viewer.close(); });
 viewer.addEventListener("close", () => {
   while (drawn <= opened) drawMore();
   cards.children[opened].focus();
 });
 document.addEventListener("click", event => {
-  const link = event.target.closest("[data-type]");
-  if (link) applyView({type: link.dataset.type, changes: "one", sort: PAGE.columns.length ? "low" : "order"});
+  const link = event.target.closest("[data-type], [data-kind]"), sort = PAGE.columns.length ? "low" : "order";
+  if (link && link.dataset.type) applyView({type: link.dataset.type, changes: "one", sort});
+  if (link && link.dataset.kind) applyView({kind: link.dataset.kind, sort});
   const button = event.target.closest("[data-copy]");
   if (button) copy(button, button.parentElement.nextElementSibling);
 });
@@ -266,8 +282,8 @@ document.addEventListener("keydown", event => {
   const direction = {ArrowLeft: -1, ArrowRight: 1}[event.key];
   if (viewer.open) {
     if (direction) { event.preventDefault(); step(direction); }
-    else if (event.key === "s" && find("heat")) { find("heat").checked = !find("heat").checked; if (shown[opened].images) showAfter(); }
-    else if ((event.key === "ArrowUp" || event.key === "ArrowDown") && shown[opened].images && event.target !== find("slider")) {
+    else if (event.key === "s" && find("heat")) { find("heat").checked = !find("heat").checked; if (isShown(1)) showLast(); }
+    else if ((event.key === "ArrowUp" || event.key === "ArrowDown") && isShown(2) && event.target !== find("slider")) {
       event.preventDefault(); slide(Number(find("slider").value) + (event.key === "ArrowUp" ? 1 : -1));
     }
     return;
@@ -299,5 +315,5 @@ addEventListener("hashchange", reveal);
 addEventListener("DOMContentLoaded", () => { markCutTables(); reveal(); });
 
 setUp();
-applyView(VIEWS[KINDS > 1 || TWO ? 0 : VIEWS.length - 1][1]);
+applyView(VIEWS[SORTS > 1 || TWO ? 0 : VIEWS.length - 1][1]);
 })();

@@ -13,12 +13,15 @@ from m3diff.records.progress import progress
 from m3diff.report.images import ImageRights, draw_images, link_images
 from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, change_type_order
 from m3diff.scoring.metrics import Metric, PairValue
+from m3diff.scoring.metrics.answers import is_exact_match, judge_form
 from m3diff.scoring.pairs import EvalPair
 
 # Arrow types of the columns of scores.parquet that contain one number per pair
 NUMBER_TYPES = ("double", "float", "int64", "int32", "bool")
 
 PartMark = tuple[str, bool]  # part of a clause, and whether it is right
+
+FORM_TITLES = {"yes_no": "yes or no", "number": "number", "choice": "choice"}  # titles of the marks of answers
 
 
 class RunPairs(NamedTuple):
@@ -66,25 +69,31 @@ def build_gallery(
             pairs.setdefault(pair.id, pair)
     images = list(progress(draw_images(pairs.values(), rights, saliency), "evaluate: images", len(pairs), "pair"))
     drawn_images: list[bytes] = []
-    for pair_images in images:
-        drawn_images += [image for image in pair_images or () if image]
+    for drawn in images:
+        if drawn is not None:
+            drawn_images += drawn.images
+            drawn_images += [drawn.outlined] if drawn.outlined else []
     links = link_images(drawn_images, folder, embedded_bytes)
     entries = []
-    for pair, pair_images in zip(pairs.values(), images, strict=True):
+    for pair, drawn in zip(pairs.values(), images, strict=True):
         entry = make_pair_entry(pair, runs, columns)
-        entry["images"] = None if pair_images is None else [links[image] if image else None for image in pair_images]
+        entry["images"] = None if drawn is None else [links[image] for image in drawn.images]
+        entry["outlined"] = links[drawn.outlined] if drawn is not None and drawn.outlined else None
         entries.append(entry)
     change_types: set[str] = set()
     for pair in pairs.values():
         change_types |= set(pair.change_types)
     readable_captions = sum(not caption.is_unreadable for caption in runs[-1].parsed.values())
+    answers = sum(pair.question is not None for pair in pairs.values())
     return {
         "runs": [run.name for run in runs],
         "columns": columns,
         "protocols": protocols,
         "datasets": list(dict.fromkeys(pair.dataset for pair in pairs.values())),
         "types": sorted(change_types, key=change_type_order),
-        "graded": 2 * readable_captions > len(pairs),  # whether a grammar can read most captions
+        "kinds": sorted({pair.kind for pair in pairs.values() if pair.kind}),
+        # whether most texts are right or wrong: captions that a grammar can read, and answers
+        "graded": 2 * (readable_captions + answers) > len(pairs),
         "saliency": bool(saliency),
         "pairs": entries,
     }
@@ -115,6 +124,9 @@ def make_pair_entry(pair: EvalPair, runs: Sequence[RunPairs], columns: Sequence[
     return {
         "id": pair.id,
         "dataset": pair.dataset,
+        "question": pair.question,
+        "history": pair.history,
+        "kind": pair.kind,
         "types": pair.change_types,
         "captions": captions,
         "references": sort_by_similarity(last_prediction, pair.references),
@@ -134,10 +146,14 @@ def make_caption_entry(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str
         parsed: parsed prediction. None if it was not parsed by a grammar.
 
     Returns:
-        clauses: text and marks of each clause. Without a grammar, there are no marks.
+        clauses: text and marks of each clause. Without a grammar, there are no marks. The answer to a question of its
+            own is one clause, with marks for exact match and for the form of the answer.
         missed: number of changes of the pair that the prediction does not name.
-        grade: 2 if everything is right, 1 if only the types are right, otherwise 0. None without a grammar.
+        grade: 2 if everything is right, 1 if only the types or only the form of an answer are right, otherwise 0. None
+            without a grammar.
     """
+    if pair.question is not None:
+        return make_answer_entry(pair, pair.question)
     if parsed is None:
         return {"clauses": [(pair.prediction, [])], "missed": 0, "grade": None}
     if parsed.says_no_change:
@@ -153,6 +169,17 @@ def make_caption_entry(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str
     else:
         grade = 0
     return {"clauses": clauses, "missed": missed, "grade": grade}
+
+
+def make_answer_entry(pair: EvalPair, question: str) -> dict[str, Any]:
+    """Return the gallery's entry for the answer to a question; see `make_caption_entry`."""
+    is_match = is_exact_match(pair.prediction, pair.references)
+    marks: list[PartMark] = [("exact match", is_match)]
+    verdict = judge_form(question, pair.prediction, pair.references)
+    if verdict is not None:
+        marks.append((FORM_TITLES[verdict.form], verdict.is_right))
+    is_right = is_match or (verdict is not None and verdict.is_right)
+    return {"clauses": [(pair.prediction, marks)], "missed": 0, "grade": 2 if is_match else int(is_right)}
 
 
 def mark_clause_parts(parsed: ParsedCaption, clause: Clause) -> list[PartMark]:

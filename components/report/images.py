@@ -16,6 +16,7 @@ from m3diff.images.open import load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.records.errors import DataError
 from m3diff.records.machine import usable_cpus
+from m3diff.records.sample import ImageRef
 from m3diff.scoring.pairs import EvalPair
 
 MB = 1_000_000
@@ -62,13 +63,13 @@ def link_images(images: Iterable[bytes], folder: Path, embedded_bytes: int) -> d
     return links
 
 
-def load_small(path: Path, sha256: bytes) -> Image.Image:
+def load_small(reference: ImageRef) -> Image.Image:
     """Load an image upright, in RGB, and with a longer side of at most `MAX_PX` pixels.
 
     Raises:
-        ImageError: the file is missing, is not an image, or its digest is not `sha256`.
+        ImageError: the file is missing, is not an image, or has another digest.
     """
-    image = load_image(path, sha256)
+    image = load_image(reference.uri, reference.sha256)
     image.thumbnail((MAX_PX, MAX_PX), Image.Resampling.LANCZOS)
     return image
 
@@ -87,21 +88,21 @@ def read_saliency(path: Path) -> dict[str, np.ndarray]:
         return {str(pair_id): saliency for pair_id, saliency in zip(arrays["ids"], maps, strict=True)}
 
 
-class PairImages(NamedTuple):
-    """The images of a pair, encoded as WebP.
+class DrawnImages(NamedTuple):
+    """The images of a record, encoded as WebP.
 
-    outlined: after-image with the outlines of the saliency map. None if there is no map.
+    images: no image, one image, or the image before and the image after.
+    outlined: the last image with the outlines of the saliency map. None if there is no map.
     """
 
-    before: bytes
-    after: bytes
+    images: list[bytes]
     outlined: bytes | None
 
 
 def draw_images(
     pairs: Iterable[EvalPair], rights: Mapping[str, ImageRights], saliency: Mapping[str, np.ndarray]
-) -> Iterator[PairImages | None]:
-    """Yield the images of each pair, in order. Yield None for a pair whose licence does not permit showing them.
+) -> Iterator[DrawnImages | None]:
+    """Yield the images of each record, in order. Yield None for a record whose licence does not permit showing them.
 
     Args:
         rights: image rights by dataset.
@@ -111,17 +112,14 @@ def draw_images(
         DataError: an image is missing or changed since ingest.
     """
 
-    def draw(pair: EvalPair) -> PairImages | None:
+    def draw(pair: EvalPair) -> DrawnImages | None:
         if not rights[pair.dataset].may_show:
             return None
-        after = load_small(pair.after, pair.after_sha256)
-        before = load_small(pair.before, pair.before_sha256)
-        pair_saliency = saliency.get(pair.id)
-        return PairImages(
-            before=encode_webp(before),
-            after=encode_webp(after),
-            outlined=None if pair_saliency is None else encode_webp(draw_outlines(after, pair_saliency)),
-        )
+        images = [load_small(image) for image in pair.images]
+        outlined = None
+        if images and pair.id in saliency:
+            outlined = encode_webp(draw_outlines(images[-1], saliency[pair.id]))
+        return DrawnImages(images=[encode_webp(image) for image in images], outlined=outlined)
 
     with ThreadPoolExecutor(usable_cpus()) as pool:
         yield from pool.map(draw, pairs)

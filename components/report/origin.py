@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.provenance.git import GitError, git
-from m3diff.records.errors import data_error_if_unreadable
+from m3diff.records.errors import data_error_if_unreadable, format_count
 from m3diff.records.files import write_atomic
 
 DECISIVE_PATHS = ("components", "params.yaml", "dvc.yaml")  # together with the data, these determine the result
@@ -77,9 +77,9 @@ def list_training_facts(settings: Mapping[str, Any], report: Mapping[str, Any]) 
     """Yield facts about the training: length, alignment phase if there was one, parameters, and exported step."""
     steps_in_words = format_count(report["steps"], "step")
     captions_in_words = format_count(report["rows_out"], "caption")
-    epochs_in_words = "1 epoch" if settings["epochs"] == 1 else f"{settings['epochs']:g} epochs"
-    batch = settings["global_batch"]
-    length = f"{steps_in_words} of {batch} sequences ({epochs_in_words}, {captions_in_words})"
+    epochs_in_words = format_count(settings["epochs"], "epoch")
+    batch = format_count(settings["global_batch"], "sequence")
+    length = f"{steps_in_words} of {batch} ({epochs_in_words}, {captions_in_words})"
     yield "Training", f"{length}, seed {settings['seed']}"
     if alignment := report.get("alignment"):
         alignment_steps = format_count(alignment["steps"], "step")
@@ -92,11 +92,6 @@ def list_training_facts(settings: Mapping[str, Any], report: Mapping[str, Any]) 
     yield "Parameters", f"{trained_parameters} trained, {frozen_parameters} frozen{adapters}"
     if report["exported_step"] != report["steps"]:
         yield "Checkpoint", f"step {report['exported_step']:,}, which has the highest CIDEr on validation pairs"
-
-
-def format_count(count: float, word: str) -> str:
-    """Return a number with its noun, such as "1 step" or "2,000 steps"."""
-    return f"{count:,.0f} {word if count == 1 else f'{word}s'}"
 
 
 def format_millions(count: int) -> str:

@@ -19,6 +19,7 @@ from m3diff.report.gallery import RunPairs, build_gallery
 from m3diff.report.images import MB, find_image_rights, read_saliency
 from m3diff.report.origin import CREATION_NOTE, Origin
 from m3diff.report.score_tables import (
+    answer_table,
     describe_pairs,
     describe_rules,
     group_table,
@@ -33,9 +34,10 @@ from m3diff.report.verdict import judge_learning_by_scores
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import ParsedCaption, change_type_order
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
-from m3diff.scoring.protocols import ProtocolPairs, select_main_protocols
+from m3diff.scoring.protocols import MIN_TEXT_WORDS, ProtocolPairs, select_main_protocols
 from m3diff.scoring.published import find_published_rows
 from m3diff.scoring.results import EvaluateReport, ProtocolScores
+from m3diff.scoring.run import ABSENT_RECORDS
 
 NO_KEY = "0" * 16  # placeholder for the page's key, which is a hash of the page
 FIRST_CARDS = 6  # number of pairs that the gallery shows at first; few, because other sections follow it
@@ -108,6 +110,7 @@ def page_values(content: PageContent, images: Path, embedded_mb: int) -> dict[st
     parts = describe_protocols(content, columns)
     gallery = build_gallery([run], content.metrics, rights, saliency, images, embedded_mb * MB)
     descriptions = {protocol.name: describe_pairs(protocol.rules) for protocol in content.protocols}
+    questions = count_questions(content.protocols)
     origin = content.origin
     trainings = read_phases(origin.curves) if origin.curves else []
     last_training = trainings[-1] if trainings else None
@@ -120,21 +123,36 @@ def page_values(content: PageContent, images: Path, embedded_mb: int) -> dict[st
         datasets=list(dict.fromkeys(protocol.dataset for protocol in content.protocols)),
         first_scores=scores[first_protocol.name],
         columns=columns.main_scores,
+        questions=questions,
+        captions=content.report.rows_out - questions,
+        answers=[part for part in parts if part["answers"]],
         percentage_titles=percentage_titles(),
         overview=overview_table(scores, columns.main_scores, descriptions, content.notes),
         parts=parts,
         published=[part for part in parts if part["published"] and part["is_main_protocol"]],
         confusion=confusion_table(grammar_captions(content, first_protocol)),
         gallery=gallery | {"first": FIRST_CARDS},
-        gallery_title="All pairs",
-        gallery_note="All test pairs with the captions of the model. Open a pair to slide between its images.",
+        gallery_title="All questions" if questions else "All pairs",
+        gallery_note=(
+            f"All test {'questions with the answers' if questions else 'pairs with the captions'} of the model. "
+            "Open a pair to slide between its images."
+        ),
         image_rights=rights,
         has_saliency=bool(saliency),
         absent_scores=absent_scores(main_protocols, scores),
         control_pairs=sum(pair.shuffled_prediction is not None for pair in first_protocol.pairs),
         fewest_pairs=bootstrap.MIN_PAIRS,
+        text_words=MIN_TEXT_WORDS,
         few_pairs=[name for name, values in scores.items() if values.pairs < bootstrap.MIN_PAIRS],
     )
+
+
+def count_questions(protocols: Iterable[ProtocolPairs]) -> int:
+    """Return the number of records with questions of their own, which may be in several protocols."""
+    ids: set[str] = set()
+    for protocol in protocols:
+        ids |= {pair.id for pair in protocol.pairs if pair.question is not None}
+    return len(ids)
 
 
 def percentage_titles() -> dict[str, str]:
@@ -202,7 +220,10 @@ def choose_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, Protoc
     for metric in metrics.values():
         has_main_score = metric.main_score in computed_scores
         has_characters_alone = f"{metric.main_score}{BY_CHARACTERS}" in computed_scores and not has_main_score
-        is_left_out = metric.extra_input is not None and not has_main_score
+        has_no_record = all(
+            protocol.absent.get(metric.main_score) == ABSENT_RECORDS[metric.records] for protocol in protocols.values()
+        )
+        is_left_out = has_no_record or (metric.extra_input is not None and not has_main_score)
         if metric.scores and not has_characters_alone and not is_left_out:
             scores += metric.scores
             main_scores.append(metric.main_score)
@@ -232,6 +253,7 @@ def describe_protocols(content: PageContent, columns: TableColumns) -> list[dict
                 "published": published,
                 "several": scores.groups.get("multi_change") if is_main_protocol else None,
                 "types": type_table(protocol.name, scores, types, columns.main_scores) if types else None,
+                "answers": answer_table(protocol.name, scores),
                 "groups": group_table(protocol.name, scores, columns.scores),
                 "absent": scores.absent,
             }

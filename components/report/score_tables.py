@@ -14,14 +14,22 @@ from m3diff.report.tables import (
     make_cell,
     mark_best,
 )
+from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import HEADLINE_SCORES
 from m3diff.scoring.published import PUBLISHED_SCORES, PublishedRow
-from m3diff.scoring.results import EvaluateReport, ProtocolScores
+from m3diff.scoring.results import KINDS, EvaluateReport, ProtocolScores, Scores
 
 EVERY_ID = ".*"  # regular expression of a protocol that does not select pairs by name
 GROUP_TITLES = {"change": "with a change", "multi_change": "with several changes", "distractors": "without a change"}
 # Columns of the table of change types: title -> name of the group's score
 ACCURACIES = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
+# Columns of the table of answers: title -> score
+ANSWER_SCORES = {
+    "exact match": "exact_match",
+    "yes or no": "yes_no_accuracy",
+    "number": "number_accuracy",
+    "choice": "choice_accuracy",
+}
 MARK_NOTES = {
     PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than in papers, so these scores cannot be compared with published ones.",
     UNIFORM_MARK: f"{UNIFORM_MARK} All pairs without a change have the same few references. CIDEr weighs rare words, "
@@ -170,6 +178,31 @@ def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], colu
     titles = {f"by_type/{change_type}": change_type for change_type in types}
     rows = list(group_rows(scores, titles, [*accuracies.values(), *columns]))
     return Table(f"{file_name_of_protocol(protocol)}-types", ("Type", "n", *accuracies, *columns), rows)
+
+
+def answer_table(protocol: str, scores: ProtocolScores) -> Table | None:
+    """Return the table of the answers to questions: all questions, then one row per kind, with intervals.
+
+    A score that no row has is left out. The table is None if no record has a question of its own.
+    """
+    if scores.scores.get("exact_match") is None:
+        return None
+    kinds = {kind: group for kind, group in sorted(scores.groups_in_folder(KINDS).items()) if group.get("questions")}
+    columns = {
+        title: score
+        for title, score in ANSWER_SCORES.items()
+        if any(row.get(score) is not None for row in (scores.scores, *kinds.values()))
+    }
+    rows = [make_answer_row("all questions", scores.scores, scores.intervals, columns.values())]
+    for kind, group in kinds.items():
+        rows.append(make_answer_row(kind, group, scores.kind_intervals.get(kind, {}), columns.values()))
+    return Table(f"{file_name_of_protocol(protocol)}-answers", ("Question", "n", *columns), rows)
+
+
+def make_answer_row(name: str, scores: Scores, intervals: Mapping[str, Interval], columns: Iterable[str]) -> TableRow:
+    """Return the row for all questions of a protocol or for a kind of question, with their number."""
+    cells = tuple(make_cell(scores.get(score), intervals.get(score)) for score in columns)
+    return TableRow(name, (f"{scores['questions']:,}",), cells)
 
 
 def published_table(

@@ -6,7 +6,8 @@ Without this warning, only experts would know what a row of zeros means.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from m3diff.report.curves import Phase, first_and_last_loss, format_steps
+from m3diff.records.errors import format_count
+from m3diff.report.curves import Phase, first_and_last_loss
 from m3diff.scoring.grammar import normalise_caption
 from m3diff.scoring.metrics import BY_CHARACTERS
 from m3diff.scoring.protocols import ProtocolPairs
@@ -94,7 +95,7 @@ def give_training_advice(training: Phase) -> list[str]:
     """Return the length of a training phase and how its loss changed, followed by advice on what to try."""
     loss = first_and_last_loss(training)
     loss_change = "" if loss is None else f", and the loss changed from {loss[0]:.2f} to {loss[1]:.2f}"
-    advice = [f"It trained for {format_steps(training.steps)}{loss_change}."]
+    advice = [f"It trained for {format_count(training.steps, 'step')}{loss_change}."]
     if training.steps < ENOUGH_STEPS:
         advice.append(f"A model learns little in fewer than {ENOUGH_STEPS} steps. Raise train.epochs, or add pairs.")
     if loss is not None and loss[1] > MIN_LOSS_FALL * loss[0]:

@@ -87,6 +87,25 @@ def intervals(
     return score_intervals
 
 
+def intervals_by_kind(table: pa.Table, metrics: Mapping[str, Metric], protocol: str) -> dict[str, dict[str, Interval]]:
+    """Return the intervals of the scores of answers, by kind of question and score. Kinds without any are left out.
+
+    Args:
+        table: scores.parquet.
+        metrics: the computed metrics. Other metrics than those of answers are ignored, because the scores of a kind may
+            depend on its other records (as CIDEr does), which the per-pair scores do not show.
+        protocol: "<dataset>/<protocol>".
+    """
+    answer_metrics = {name: metric for name, metric in metrics.items() if metric.records == "questions"}
+    if not answer_metrics:
+        return {}
+    kind_intervals = {}
+    for kind in sorted(pc.unique(rows_of(table, protocol)["kind"]).drop_null().to_pylist()):
+        rows_of_kind = table.filter(pc.equal(table["kind"], kind))
+        kind_intervals[kind] = intervals(rows_of_kind, answer_metrics, protocol)
+    return {kind: scores for kind, scores in kind_intervals.items() if scores}
+
+
 def score_of(table: pa.Table, protocol: str, score: Resampled) -> float | None:
     """Return a score over all pairs of a protocol, or None if scores.parquet does not contain it."""
     numbers = statistics(rows_of(table, protocol), score.column)

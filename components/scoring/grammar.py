@@ -314,6 +314,8 @@ def load_grammars(records: Path, datasets: Iterable[str]) -> dict[str, Grammar]:
 def parse_predictions(grammars: Mapping[str, Grammar], pairs: Iterable[EvalPair]) -> dict[str, ParsedCaption]:
     """Parse the predictions of all pairs whose change types are known and that have a readable reference.
 
+    A pair with a question of its own is left out, because its references need not describe the change.
+
     Args:
         grammars: grammars by dataset.
 
@@ -322,7 +324,7 @@ def parse_predictions(grammars: Mapping[str, Grammar], pairs: Iterable[EvalPair]
     """
     parsed = {}
     for pair in pairs:
-        if pair.dataset not in grammars or not pair.change_types:
+        if pair.dataset not in grammars or not pair.change_types or pair.question is not None:
             continue
         grammar = grammars[pair.dataset]
         references = [grammar.parse_clauses(reference) for reference in pair.references if normalise_caption(reference)]

@@ -7,6 +7,7 @@ caption such as "remove man", without any function word, counts as English.
 import re
 from collections.abc import Iterable, Mapping
 
+from m3diff.records.errors import format_count
 from m3diff.scoring.metrics import Metric
 
 MIN_FOREIGN_SHARE = 0.1  # minimum share of foreign references for a note
@@ -50,7 +51,8 @@ def note_foreign_references(dataset: str, references: Iterable[str], metrics: Ma
     if not english_metrics or not foreign_count or foreign_count < MIN_FOREIGN_SHARE * len(texts):
         return []
     names = " and ".join(english_metrics)
+    counted_references = format_count(len(texts), "reference does", "references do")
     return [
-        f"{dataset}: {foreign_count:,} of {len(texts):,} references do not seem to be in English. {names} can only "
+        f"{dataset}: {foreign_count:,} of {counted_references} not seem to be in English. {names} can only "
         "score English; CIDEr, ROUGE-L and BLEU compare the words of any language"
     ]

@@ -35,13 +35,13 @@ def note_texts(
 def note_foreign_datasets(protocols: Sequence[ProtocolPairs], metrics: Mapping[str, Metric]) -> list[str]:
     """Return a note for each dataset whose references are not in English although English metrics score them.
 
-    The references are those of the dataset's first protocol.
+    The references are those of the dataset's first protocol that English metrics read.
     """
     notes = []
     for protocol in select_main_protocols(protocols):
         if not protocol.counts_characters:  # otherwise metrics for English are not computed
             references: list[str] = []
-            for pair in protocol.pairs:
+            for pair in protocol.select("texts").pairs:
                 references += pair.references
             notes += note_foreign_references(protocol.dataset, references, metrics)
     return notes

@@ -1,8 +1,9 @@
-"""Read and check the test pairs with their references and predictions.
+"""Read and check the test records with their references and predictions.
 
-A pair is a before-image and an after-image. A pair without a change is called a distractor. Besides the predictions,
-predict may write captions for two controls: a sample of pairs with the after-image of another pair (shuffled) or with
-swapped images (reversed).
+Most records are about a pair, a before-image and an after-image. A pair without a change is called a distractor. Other
+records are about one image or none. A record may have a question of its own, which its references answer. Besides the
+predictions, predict may write captions for two controls: a sample of pairs with the after-image of another pair
+(shuffled) or with swapped images (reversed).
 """
 
 import json
@@ -10,38 +11,52 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.sample import ImageRef, Turn
 from m3diff.records.schemas import NO_CHANGE
 
 ALL_PAIRS = "all"  # name of the group of all pairs of a protocol
 Groups = dict[str, list[str]]  # group -> ids of its pairs. Groups are `ALL_PAIRS`, "change", "by_type/color", ...
+# Records that a metric scores. See `ProtocolPairs.select`
+SelectedRecords = Literal["texts", "captions", "questions"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalPair:
-    """A test pair with its references and the model's prediction.
+    """A test record with its references and the model's prediction.
 
     Attributes:
-        references: reference captions. A pair without any text has the single reference "".
+        images: no image, one image, or the image before and the image after.
+        references: right answers: captions, or answers to the record's own question. A record without any text has the
+            single reference "".
         change_types: types of the changes. ["none"] for a distractor; empty if the changes are not known.
+        prediction: the model's caption, or its answer to the record's own question.
         shuffled_prediction: caption for the before-image with the after-image of another pair. None if the control does
             not include this pair.
         reversed_prediction: caption for the swapped images. None if the control does not include this pair.
+        question: question of the record. None if the question of the dataset's task is asked.
+        history: turns before the question, with their true answers.
+        kind: kind of the question, such as "count". None if it is unknown.
     """
 
     id: str
     dataset: str
-    before: Path
-    after: Path
-    before_sha256: bytes
-    after_sha256: bytes
+    images: tuple[ImageRef, ...]
     references: list[str]
     change_types: list[str]
     prediction: str = ""
     shuffled_prediction: str | None = None
     reversed_prediction: str | None = None
+    question: str | None = None
+    history: tuple[Turn, ...] = ()
+    kind: str | None = None
+
+    @property
+    def has_two_images(self) -> bool:
+        """Whether the record is about an image before and an image after."""
+        return len(self.images) == 2
 
     @property
     def is_distractor(self) -> bool:
@@ -62,16 +77,16 @@ class CaptionedPairs(NamedTuple):
 
 
 def read_test_records(clean: Path) -> dict[str, EvalPair]:
-    """Read the "test" split of records.parquet. Return its pairs by id, in file order and without predictions.
+    """Read the "test" split of the clean records. Return its pairs by id, in file order and without predictions.
 
     Raises:
         DataError: the file cannot be read or does not contain a record of the "test" split.
     """
-    import pyarrow.parquet as pq  # imported here, so that modules that only need protocols do not import pyarrow
+    # imported here, so that modules that only need protocols do not import pyarrow
+    from m3diff.records.tables import read_table
 
-    path = clean / "records.parquet"
-    with data_error_if_unreadable(path):
-        rows = pq.read_table(path, filters=[("split", "=", "test")]).to_pylist()
+    path = clean / "records"
+    rows = read_table(path, filters=[("split", "=", "test")]).to_pylist()
     if not rows:
         raise DataError("scoring.no_test_record", path=path)
     return {row["id"]: pair_of_record(row) for row in rows}
@@ -79,16 +94,15 @@ def read_test_records(clean: Path) -> dict[str, EvalPair]:
 
 def pair_of_record(row: Mapping[str, Any]) -> EvalPair:
     """Convert a record to a pair without predictions."""
-    before, after = row["images"]
     return EvalPair(
         id=row["id"],
         dataset=row["dataset"],
-        before=Path(before["uri"]),
-        after=Path(after["uri"]),
-        before_sha256=before["sha256"],
-        after_sha256=after["sha256"],
+        images=tuple(ImageRef(**image) for image in row["images"]),
         references=row["references"] or [""],  # as in COCO files, where a pair without any text has one empty reference
         change_types=row["change_types"] or [],
+        question=row["question"],
+        history=tuple(Turn(**turn) for turn in row["history"] or ()),
+        kind=row["kind"],
     )
 
 
@@ -96,7 +110,8 @@ def load_pairs(clean: Path, predictions: Path) -> CaptionedPairs:
     """Read the test records and their predictions.
 
     predict may have captioned only some of the pairs, because of `predict.limit` or because a control needs only a
-    sample. The number of predictions must then equal the count in predict's report.
+    sample. The number of predictions must then equal the count in predict's report. The controls contain only records
+    of two images.
 
     Raises:
         DataError: there are no test pairs, or a predictions file is truncated or has repeated, unknown or missing ids.
@@ -106,8 +121,9 @@ def load_pairs(clean: Path, predictions: Path) -> CaptionedPairs:
     with data_error_if_unreadable(path):
         counts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     captions = read_predictions(predictions / "predictions.json", test_pairs.keys(), counts.get("rows_out"))
-    shuffled = read_control(predictions / "predictions_shuffled.json", captions.keys(), counts.get("control"))
-    swapped = read_control(predictions / "predictions_reversed.json", captions.keys(), counts.get("reversed"))
+    control_ids = [pair_id for pair_id in captions if test_pairs[pair_id].has_two_images]
+    shuffled = read_control(predictions / "predictions_shuffled.json", control_ids, counts.get("control"))
+    swapped = read_control(predictions / "predictions_reversed.json", control_ids, counts.get("reversed"))
     pairs = []
     for pair_id, pair in test_pairs.items():
         if pair_id in captions:

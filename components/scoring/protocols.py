@@ -1,7 +1,11 @@
 """Apply the evaluation protocols of each dataset, and group the pairs that get separate scores.
 
 A protocol states which test pairs of a dataset are scored, and how their texts are joined, truncated and tokenised.
-Within a protocol, pairs are grouped by what changed, by the number of changes and by the length of the references.
+Within a protocol, pairs are grouped by what changed, by the number of changes, by the length of the references and by
+the kind of question.
+
+A protocol may contain captions and answers to questions of the dataset. Metrics of captions score the captions and the
+kinds of questions whose answers are texts (`find_text_ids`), because answers of a word or two have hardly any n-grams.
 """
 
 import json
@@ -14,25 +18,34 @@ from pathlib import Path
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
-from m3diff.records.errors import DataError, data_error_if_unreadable
-from m3diff.scoring.characters import MIN_SHARE_WITHOUT_SPACES, ScriptCounts, count_scripts
-from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
+from m3diff.records.errors import DataError, data_error_if_unreadable, format_count
+from m3diff.scoring.characters import (
+    MIN_SHARE_WITHOUT_SPACES,
+    ScriptCounts,
+    count_scripts,
+    space_out_characters,
+)
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups, SelectedRecords
 
 # Groups of pairs by the mean length of their references: minimum number of words -> name of the group
 LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
+# Mean number of words from which answers are texts: CIDEr and BLEU-4 count n-grams of up to four words
+MIN_TEXT_WORDS = 4
 
 
 @dataclass(frozen=True)
 class ProtocolPairs:
-    """A protocol and the pairs that it includes.
+    """A protocol and the pairs that it includes, or some of these pairs.
 
     rules: the rules of the protocol.
     pairs: the pairs, with their texts already joined and truncated by the rules.
+    full_protocol: the protocol with all of its pairs. None if these are all of them.
     """
 
     dataset: str
     rules: Protocol
     pairs: list[EvalPair]
+    full_protocol: "ProtocolPairs | None" = None
 
     @property
     def name(self) -> str:
@@ -41,13 +54,54 @@ class ProtocolPairs:
 
     @cached_property
     def groups(self) -> Groups:
-        """Pair ids of each group that has scores: all pairs, followed by the groups of `group_pairs`."""
-        return {ALL_PAIRS: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
+        """Pair ids of each group that has scores: all pairs, followed by the groups of `group_pairs`.
+
+        Some pairs of a protocol are in the groups of the full protocol.
+        """
+        ids = [pair.id for pair in self.pairs]
+        if self.full_protocol is None:
+            return {ALL_PAIRS: ids, **group_pairs(self.pairs)}
+        own_ids = set(ids)
+        return {
+            group: [pair_id for pair_id in ids_of_group if pair_id in own_ids]
+            for group, ids_of_group in self.full_protocol.groups.items()
+        }
+
+    @cached_property
+    def text_ids(self) -> set[str]:
+        """Ids of the pairs that metrics of captions score; see `find_text_ids`."""
+        return find_text_ids(self.pairs)
+
+    @property
+    def has_questions(self) -> bool:
+        """Whether a record has a question of its own."""
+        return any(pair.question is not None for pair in self.pairs)
+
+    def select(self, records: SelectedRecords) -> "ProtocolPairs":
+        """Return the protocol with some of its pairs. The protocol itself is returned if they are all of its pairs.
+
+        Args:
+            records: "captions" for records without a question of their own, "questions" for records with one, "texts"
+                for captions and the questions whose answers are texts.
+        """
+        match records:
+            case "captions":
+                pairs = [pair for pair in self.pairs if pair.question is None]
+            case "questions":
+                pairs = [pair for pair in self.pairs if pair.question is not None]
+            case "texts":
+                pairs = [pair for pair in self.pairs if pair.id in self.text_ids]
+        if len(pairs) == len(self.pairs):
+            return self
+        return replace(self, pairs=pairs, full_protocol=self.full_protocol or self)
 
     @cached_property
     def script_counts(self) -> ScriptCounts:
-        """Number of references in scripts without spaces between words, and of all references."""
-        return count_scripts(reference for pair in self.pairs for reference in pair.references)
+        """Number of references in scripts without spaces between words, and of all references.
+
+        Only references that metrics of captions read are counted.
+        """
+        return count_scripts(reference for pair in self.select("texts").pairs for reference in pair.references)
 
     @property
     def counts_characters(self) -> bool:
@@ -146,11 +200,35 @@ def includes_pair(protocol: Protocol, pair: EvalPair) -> bool:
     return bool(types) and types <= set(protocol.change_types)
 
 
+def find_text_ids(pairs: Iterable[EvalPair]) -> set[str]:
+    """Return the ids of the pairs whose references are texts: captions, and long answers to questions.
+
+    The answers of a kind of question are texts if its references have at least MIN_TEXT_WORDS words on average. In
+    scripts without spaces, each character counts as a word. Questions whose kind is not known count as one kind.
+    """
+    text_ids = set()
+    pairs_by_kind: dict[str | None, list[EvalPair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.question is None:
+            text_ids.add(pair.id)
+        else:
+            pairs_by_kind[pair.kind].append(pair)
+    for pairs_of_kind in pairs_by_kind.values():
+        word_counts: list[int] = []
+        for pair in pairs_of_kind:
+            answers = [reference for reference in pair.references if reference.strip()]
+            word_counts += [len(space_out_characters(answer).split()) for answer in answers]
+        if word_counts and sum(word_counts) >= MIN_TEXT_WORDS * len(word_counts):
+            text_ids |= {pair.id for pair in pairs_of_kind}
+    return text_ids
+
+
 def group_pairs(pairs: list[EvalPair]) -> Groups:
     """Return the pair ids of each group. The group of all pairs is not included.
 
-    Pairs are grouped by what changed, by the number of changes and by the length of the references. A grouping by
-    number or length is left out if all pairs would be in the same group.
+    Pairs are grouped by what changed, by the number of changes, by the length of the references and by the kind of
+    question. A grouping by number or length is left out if all pairs would be in the same group. Pairs with short
+    answers have no group by length, and pairs without a kind have no group by kind.
     """
     changed_pairs = [pair for pair in pairs if pair.changes]
     groups = {
@@ -162,9 +240,12 @@ def group_pairs(pairs: list[EvalPair]) -> Groups:
         groups[f"by_type/{change_type}"] = [pair.id for pair in changed_pairs if pair.changes == [change_type]]
     for changes, ids in group_by_number(changed_pairs, lambda pair: len(pair.changes)).items():
         groups[f"by_changes/{changes}"] = ids
-    pairs_to_describe = [pair for pair in pairs if not pair.is_distractor]
+    text_ids = find_text_ids(pairs)
+    pairs_to_describe = [pair for pair in pairs if pair.id in text_ids and not pair.is_distractor]
     for fewest_words, ids in group_by_number(pairs_to_describe, length_class).items():
         groups[f"by_length/{LENGTHS[fewest_words]}"] = ids
+    for kind in sorted({pair.kind for pair in pairs if pair.kind}):
+        groups[f"by_kind/{kind}"] = [pair.id for pair in pairs if pair.kind == kind]
     return groups
 
 
@@ -191,7 +272,8 @@ def note_scripts(protocol: ProtocolPairs) -> list[str]:
     counts = protocol.script_counts
     if not counts.without_spaces:
         return []
-    sentence = f"{counts.without_spaces:,} of {counts.texts:,} references have no spaces between words"
+    references = format_count(counts.texts, "reference has", "references have")
+    sentence = f"{counts.without_spaces:,} of {references} no spaces between words"
     if protocol.counts_characters:
         return [
             f"{protocol.name}: {sentence} (Chinese, Japanese, Thai, ...). Each of their characters counts as a word "

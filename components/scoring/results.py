@@ -19,6 +19,7 @@ from m3diff.scoring.protocols import ProtocolPairs
 Scores = dict[str, int | float | None]
 # Folders in the names of groups. In metrics.json, a group "<folder>/<name>" is the object <name> in the object <folder>
 FOLDERS = ("by_type", "by_changes", "by_length")
+KINDS = "by_kind"  # folder of the kinds of questions, which metrics.json has only if a kind is known
 
 
 class ProtocolScores(BaseModel):
@@ -40,6 +41,8 @@ class ProtocolScores(BaseModel):
     """Scores by group, including the numbers of `pairs` and `changes`."""
     absent: dict[str, str]
     """Absent scores, with the reason why each one is null."""
+    kind_intervals: dict[str, dict[str, Interval]] = {}
+    """Intervals of the scores of answers, by kind of question and score."""
 
     @model_serializer
     def as_file(self) -> dict[str, Any]:
@@ -49,6 +52,12 @@ class ProtocolScores(BaseModel):
         content["intervals"] = {score: interval.model_dump() for score, interval in self.intervals.items()}
         content |= {name: scores for name, scores in self.groups.items() if "/" not in name}
         content |= {folder: self.groups_in_folder(folder) for folder in FOLDERS}
+        kinds: dict[str, dict[str, Any]] = {}
+        for kind, scores in self.groups_in_folder(KINDS).items():
+            intervals = self.kind_intervals.get(kind, {})
+            kinds[kind] = scores | {"intervals": {name: interval.model_dump() for name, interval in intervals.items()}}
+        if kinds:
+            content[KINDS] = kinds
         content["absent"] = self.absent
         return content
 
@@ -76,11 +85,13 @@ def summarise(
     protocols: Iterable[ProtocolPairs],
     scores: Mapping[str, MetricScores],
     intervals: Mapping[str, Mapping[str, Interval]],
+    kind_intervals: Mapping[str, Mapping[str, Mapping[str, Interval]]] | None = None,
 ) -> EvaluateReport:
     """Combine all scores into the report that is written to metrics.json.
 
     Args:
         scores, intervals: scores and intervals by protocol.
+        kind_intervals: intervals by protocol, kind of question and score. None if there are none.
     """
     protocol_scores = {}
     for protocol in protocols:
@@ -97,6 +108,9 @@ def summarise(
             intervals=dict(intervals.get(protocol.name, {})),
             groups=groups,
             absent=dict(scores[protocol.name].absent),
+            kind_intervals={
+                kind: dict(kind_scores) for kind, kind_scores in (kind_intervals or {}).get(protocol.name, {}).items()
+            },
         )
     return EvaluateReport(stage="evaluate", rows_in=test_pairs, rows_out=captioned_pairs, protocols=protocol_scores)
 
@@ -125,12 +139,15 @@ def score_table(
 ) -> pa.Table:
     """Return the table for scores.parquet, with one row per protocol and pair in the order of the records.
 
-    A row contains the prediction in the form in which the protocol scored it, and the pair's scores.
+    A row contains the prediction in the form in which the protocol scored it, and the pair's scores. The question and
+    its kind are null for a caption.
     """
     columns = {
         "protocol": "string",
         "id": "string",
         "dataset": "string",
+        "question": "string",
+        "kind": "string",
         "change_types": "list<string>",
         "prediction": "string",
     }
@@ -143,6 +160,8 @@ def score_table(
                 "protocol": protocol.name,
                 "id": pair.id,
                 "dataset": pair.dataset,
+                "question": pair.question,
+                "kind": pair.kind,
                 "change_types": pair.change_types,
                 "prediction": pair.prediction,
             }

@@ -28,8 +28,15 @@ from m3diff.scoring.metrics import (
 )
 from m3diff.scoring.metrics.java import ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups
-from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair, Groups, SelectedRecords
+from m3diff.scoring.protocols import MIN_TEXT_WORDS, ProtocolPairs
+
+# Why a score is absent if a protocol has no record that its metric scores
+ABSENT_RECORDS: dict[SelectedRecords, str] = {
+    "texts": f"all references are short answers to questions, of less than {MIN_TEXT_WORDS} words on average",
+    "captions": "all records have questions of their own",
+    "questions": "no record has a question of its own",
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def compute_metrics(
     programs: dict[str, Program] = {}
     with ExitStack() as running:
         for name, metric in metrics.items():
-            if metric.program and scored_protocols(metric, protocols):
+            if metric.program and select_scored_pairs(metric, protocols):
                 programs[name] = metric.program(spice_dir, limit_s)
                 running.callback(programs[name].close)
         tokens = tokenise_protocols(protocols, limit_s) if needs_java(metrics) else {}
@@ -85,7 +92,7 @@ def compute_metrics(
                 if name in failures:
                     raise failures[name]
                 answers = programs[name].answers() if name in programs else {}
-                for protocol in scored_protocols(metric, protocols):
+                for protocol in select_scored_pairs(metric, protocols):
                     protocol_tokens = tokens.get(protocol.name, Tokens({}, {}, None))
                     inputs = MetricInputs(protocol_tokens, answers, parsed, judge)
                     computed_name, computed_metric = variant_for_protocol(name, metric, protocol)
@@ -98,6 +105,7 @@ def compute_metrics(
     for protocol in protocols:
         if protocol.counts_characters:
             scores[protocol.name] |= explain_absent_word_scores(metrics)
+        scores[protocol.name] |= explain_absent_records(metrics, protocol)
     return {
         protocol.name: merge_scores(list_metrics_of_protocol(metrics, protocol), protocol.groups, scores[protocol.name])
         for protocol in protocols
@@ -124,7 +132,7 @@ def start_programs(
     """
     failures = {}
     for name, program in programs.items():
-        scored = scored_protocols(metrics[name], protocols)
+        scored = select_scored_pairs(metrics[name], protocols)
         items = distinct_items(tokens[protocol.name] for protocol in scored if protocol.name in tokens)
         try:
             program.start(items)
@@ -133,9 +141,18 @@ def start_programs(
     return failures
 
 
-def scored_protocols(metric: Metric, protocols: Iterable[ProtocolPairs]) -> list[ProtocolPairs]:
-    """Return the protocols that a metric can score. Metrics for English cannot score captions split into characters."""
-    return [protocol for protocol in protocols if not (protocol.counts_characters and metric.reads == "English")]
+def select_scored_pairs(metric: Metric, protocols: Iterable[ProtocolPairs]) -> list[ProtocolPairs]:
+    """Return the protocols that a metric can score, each with the pairs that the metric scores.
+
+    Metrics for English cannot score captions split into characters.
+    """
+    scored = []
+    for protocol in protocols:
+        selection = protocol.select(metric.records)
+        is_unreadable = protocol.counts_characters and metric.reads == "English"
+        if selection.pairs and not is_unreadable:
+            scored.append(selection)
+    return scored
 
 
 def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
@@ -147,14 +164,23 @@ def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
 
 
 def list_metrics_of_protocol(metrics: Mapping[str, Metric], protocol: ProtocolPairs) -> dict[str, Metric]:
-    """Return the metrics that metrics.json lists for a protocol, with character metrics if it counts characters."""
-    return add_character_variants(metrics) if protocol.counts_characters else dict(metrics)
+    """Return the metrics that metrics.json lists for a protocol: see `list_metrics_of_protocols`."""
+    return list_metrics_of_protocols(metrics, [protocol])
 
 
 def list_metrics_of_protocols(metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs]) -> dict[str, Metric]:
-    """Return the metrics that metrics.json lists for at least one of the protocols."""
-    needs_characters = any(protocol.counts_characters for protocol in protocols)
-    return add_character_variants(metrics) if needs_characters else dict(metrics)
+    """Return the metrics that metrics.json lists for at least one of the protocols.
+
+    Metrics of answers are listed if a record has a question of its own. Metrics on characters are listed if a protocol
+    counts characters.
+    """
+    needs_characters = False
+    has_questions = False
+    for protocol in protocols:
+        needs_characters |= protocol.counts_characters
+        has_questions |= protocol.has_questions
+    listed = {name: metric for name, metric in metrics.items() if has_questions or metric.records != "questions"}
+    return add_character_variants(listed) if needs_characters else listed
 
 
 def explain_absent_word_scores(metrics: Mapping[str, Metric]) -> dict[str, MetricScores]:
@@ -177,16 +203,32 @@ def explain_absent_word_scores(metrics: Mapping[str, Metric]) -> dict[str, Metri
     return empty_results
 
 
-def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
-    """Tokenise the captions of all protocols. Protocols with the same rules share one run of the tokenizer.
+def explain_absent_records(metrics: Mapping[str, Metric], protocol: ProtocolPairs) -> dict[str, MetricScores]:
+    """Explain why metrics have no scores because the protocol has no record that they score.
 
     Returns:
-        The tokens by protocol name.
+        Metric -> an empty result whose `absent` holds the reason. A metric that scores records is not included.
+    """
+    empty_results = {}
+    for name, metric in metrics.items():
+        if not protocol.select(metric.records).pairs:
+            empty_results[name] = MetricScores({}, {}, {metric.main_score: ABSENT_RECORDS[metric.records]})
+    return empty_results
+
+
+def tokenise_protocols(protocols: Sequence[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
+    """Tokenise the texts of all protocols. Protocols with the same rules share one run of the tokenizer.
+
+    Returns:
+        The tokens by protocol name. A protocol without texts has none.
     """
     protocols_by_rules: dict[TokenRules, list[ProtocolPairs]] = {}
     for protocol in protocols:
+        texts = protocol.select("texts")
+        if not texts.pairs:
+            continue
         rules = TokenRules(protocol.rules.tokenizer, by_characters=protocol.counts_characters)
-        protocols_by_rules.setdefault(rules, []).append(protocol)
+        protocols_by_rules.setdefault(rules, []).append(texts)
     tokens_by_protocol = {}
     for rules, protocols_of_rules in protocols_by_rules.items():
         tokens = tokenise_texts(collect_texts(protocols_of_rules), rules, limit_s)

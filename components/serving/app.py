@@ -17,16 +17,17 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
+from m3diff.datasets.tables import SIDES
+from m3diff.models.sample_limits import answerable_images
 from m3diff.serving.authentication import access_refusal
-from m3diff.serving.batcher import Asked, Models, ServedAnswer, ServedModel, UndecodableImage
+from m3diff.serving.batcher import AnswerRequest, Models, ServedAnswer, ServedModel, UndecodableImage
 from m3diff.serving.bodies import FORM_REMEDY, read_chat, read_form, read_form_fields, read_json
-from m3diff.serving.caption import SIDES
-from m3diff.serving.checks import SAVE_AS_FILE, check_images, check_model, check_question
+from m3diff.serving.checks import SAVE_AS_FILE, check_images, check_model, check_request
 from m3diff.serving.limits import Capacity, Upload
 from m3diff.serving.model_card import Example
 from m3diff.serving.page import read_page
 from m3diff.serving.params import Serve
-from m3diff.serving.questions import note_about
+from m3diff.serving.questions import note_about_sample
 from m3diff.serving.refusals import CLIENT_CLOSED_REQUEST, RequestRefusedError, respond, unprocessable
 
 CHAT = "/v1/chat/completions"
@@ -77,7 +78,7 @@ class Server:
             ("GET", "/v1/models"): self.list_models,
             ("GET", "/v1/models/{name:path}"): self.describe_model,
             ("POST", CHAT): self.complete_chat,
-            ("POST", "/caption"): self.caption_pair,
+            ("POST", "/caption"): self.answer_caption,
         }
         return [Route(path, handler, methods=[method]) for (method, path), handler in handlers.items()]
 
@@ -155,11 +156,21 @@ class Server:
         return {"id": name, "object": "model", "created": 0, "owned_by": self.name}
 
     async def describe_model_card(self, request: Request) -> Response:
-        """Handle `GET /model`: return the current model's card, its question, and whether it reads questions."""
+        """Handle `GET /model`: return the current model's card, its default question, and what it can be asked.
+
+        `images` lists the numbers of images that it answers about. `turns` is the number of turns of the longest
+        dialogue that it was trained on, or 1 if it does not read earlier turns.
+        """
         model = self.require_model()
         card = await model.card
         facts = model.facts
-        return JSONResponse(card.as_dict() | {"reads_question": facts.reads_question, "question": facts.question})
+        abilities = {
+            "reads_question": facts.takes.questions,
+            "question": facts.question,
+            "images": answerable_images(facts.takes, facts.trained_on),
+            "turns": facts.trained_on.turns if facts.takes.turns else 1,
+        }
+        return JSONResponse(card.as_dict() | abilities)
 
     async def examples_by_key(self) -> dict[str, Example]:
         """Return the example pairs of the current model by their keys. Without a model, there are no examples."""
@@ -185,12 +196,12 @@ class Server:
             raise HTTPException(404)
         return FileResponse(getattr(example, side))
 
-    # Routes for captions
+    # Routes for answers
 
-    async def caption_pair(self, request: Request) -> Response:
-        """Handle `POST /caption`: return the caption of a pair and, if requested, the overlays."""
+    async def answer_caption(self, request: Request) -> Response:
+        """Handle `POST /caption`: return the answer and, if requested for a pair, the overlays."""
         answer, note = await self.answer_request(request)
-        body: dict[str, Any] = {"caption": answer.caption, "model": answer.model}
+        body: dict[str, Any] = {"caption": answer.text, "model": answer.model}
         if note is not None:
             body["note"] = note
         if answer.overlay is not None:
@@ -199,13 +210,13 @@ class Server:
         return JSONResponse(body, headers={"X-Model-Version": answer.model})
 
     async def complete_chat(self, request: Request) -> Response:
-        """Handle `POST /v1/chat/completions`: return the caption of a pair in OpenAI's format."""
+        """Handle `POST /v1/chat/completions`: return the answer in OpenAI's format."""
         answer, note = await self.answer_request(request)
         model = self.models.current
         is_truncated = model is not None and answer.completion_tokens > model.facts.max_new_tokens
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": answer.caption, "refusal": None},
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
             "finish_reason": "length" if is_truncated else "stop",
             "logprobs": None,
         }
@@ -230,7 +241,7 @@ class Server:
         """Read and check a request and let the model answer it.
 
         Returns:
-            The answer, and the note about the question. The note is None if there is nothing to note.
+            The answer, and the note about the question and its history. The note is None if there is nothing to note.
 
         Raises:
             RequestRefusedError: the request is refused (HTTP 404, 408, 413, 422, 429 or 503).
@@ -239,10 +250,11 @@ class Server:
         upload: Any = request.receive  # an Upload: see `__call__`
         self.require_model()
         with self.capacity.reserve(upload):
-            caption_request = await self.read_request(request, upload.max_bytes)
+            answer_request = await self.read_request(request, upload.max_bytes)
             model = self.require_model()  # the model may have been replaced in the meantime
-            check_question(caption_request, self.name, model.facts)
-            answer = await self.wait_for_answer(model.ask(caption_request))
+            facts = model.facts
+            check_request(answer_request, self.name, facts)
+            answer = await self.wait_for_answer(model.ask(answer_request))
         if isinstance(answer, UndecodableImage):
             raise unprocessable(
                 code="not_an_image",
@@ -250,12 +262,11 @@ class Server:
                 limit="an image that can be decoded to its end",
                 remedy=SAVE_AS_FILE,
             )
-        self.metrics.batch.observe(answer.batch_pairs)
-        facts = model.facts
-        note = note_about(caption_request.question, facts.trained_question) if facts.reads_question else None
-        return answer, note
+        self.metrics.batch.observe(answer.batch_requests)
+        turns = 1 + len(answer_request.history)
+        return answer, note_about_sample(facts.takes, facts.trained_on, answer_request.question, turns)
 
-    async def read_request(self, request: Request, max_bytes: int) -> Asked:
+    async def read_request(self, request: Request, max_bytes: int) -> AnswerRequest:
         """Parse the body of a request and check its images. Bodies are parsed one at a time.
 
         Raises:
@@ -264,7 +275,7 @@ class Server:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_chat = request.url.path == CHAT
         body: Any
-        parse_body: Callable[[Any], Asked]
+        parse_body: Callable[[Any], AnswerRequest]
         if content_type == "multipart/form-data" and not is_chat:
             parse_body = read_form
             body = await read_form_fields(request, max_bytes)
@@ -282,7 +293,7 @@ class Server:
                 field="content-type",
             )
 
-        def parse_and_check() -> Asked:
+        def parse_and_check() -> AnswerRequest:
             return check_images(parse_body(body), self.settings.max_image_mpx)
 
         return await asyncio.get_running_loop().run_in_executor(self.parser, parse_and_check)
@@ -317,8 +328,8 @@ class Server:
             raise RequestRefusedError(
                 status=503,
                 code="not_ready",
-                finding="no model yet",
-                limit="a loaded model",
-                remedy="ask again when /readyz answers 200",
+                finding="the model is still loading",
+                limit="requests are answered after it is loaded",
+                remedy="wait until GET /readyz answers 200; ask again after the seconds in Retry-After",
             )
         return self.models.current

@@ -1,4 +1,4 @@
-"""Run the served model: decode images, group pairs into batches, caption them, and switch to a new model version.
+"""Run the served model: decode images, group requests into batches, answer them, and switch to a new model version.
 
 The model runs in the server's process or, if RAY_ADDRESS is set, in Ray Serve replicas on that cluster (without Ray
 Serve's HTTP proxy). Images are decoded in threads, so that the next batch is ready as soon as the model is free.
@@ -8,6 +8,7 @@ import asyncio
 import io
 import logging
 import os
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.device import process_environment
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source, load
 from m3diff.serving.memory import PauseTrimmer
 from m3diff.serving.model_card import ModelCard
@@ -33,66 +35,79 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
+    from m3diff.models.contract import Prepared, Takes
     from m3diff.models.generation import Captioner
+    from m3diff.models.sample_limits import TrainedOn
 
 DECODERS = 2  # number of threads that decode images
 OVERLAY_PX = 1024  # maximum length of an overlay's longer side; overlays are meant for display on a page
 
-BATCH_WAIT_S = 0.01  # seconds that a pair waits for other pairs to share its batch
+BATCH_WAIT_S = 0.01  # seconds that a request waits for other requests to share its batch
+
+# Bytes of prepared images in a replica from which no further image is prepared. A family that keeps the size of an
+# image needs up to 144 MB for a picture of 12 million pixels
+MAX_PREPARED_BYTES = 1 << 30
 
 
-class Asked(NamedTuple):
-    """A request for a caption.
+class AnswerRequest(NamedTuple):
+    """A request for an answer.
 
     Attributes:
-        before, after: contents of the image files.
+        images: contents of the image files. Of two images, the first is the image before.
         question: the question, or None for the default question of the model.
-        overlay: whether the answer should also contain both images with the outlines of the saliency map.
+        history: the turns before the question. If the question of a turn is empty, the default question was asked.
+        overlay: whether the answer should also contain both images of a pair with the outlines of the saliency map.
         model: the model requested in a chat, or None if the request does not name a model.
     """
 
-    before: bytes
-    after: bytes
+    images: tuple[bytes, ...]
     question: str | None
+    history: tuple[Turn, ...] = ()
     overlay: bool = False
     model: str | None = None
 
+    def turns(self, default_question: str) -> tuple[Turn, ...]:
+        """Return the turns of the dialogue. The last one is the question, whose answer is empty."""
+        dialogue = (*self.history, Turn(self.question or ""))
+        return tuple(turn if turn.question else turn._replace(question=default_question) for turn in dialogue)
+
 
 class ModelFacts(NamedTuple):
-    """Facts about a model that the server needs to check questions.
+    """Facts about a model that the server needs to check requests.
 
     Attributes:
         special_tokens: the tokenizer's special tokens, which must not occur in a question.
-        reads_question: whether the model reads the question. If not, it always describes what changed.
         question: the question that is asked if a request has none.
-        trained_question: the question that the model was trained on. None if it is unknown.
+        takes: the samples that the model's family can process.
+        trained_on: the samples that the model was trained on.
     """
 
     name: str
     max_new_tokens: int
     special_tokens: tuple[str, ...]
-    reads_question: bool
     question: str
-    trained_question: str | None
+    takes: "Takes"
+    trained_on: "TrainedOn"
 
 
 class ServedAnswer(NamedTuple):
     """The answer to a request.
 
     Attributes:
-        model: the model version that wrote the caption.
+        text: the answer, for example the caption of a pair.
+        model: the model version that wrote the answer.
         overlay: the images before and after as PNG files, with the outlines of the saliency map. None if no overlay was
-            requested or the model does not compute saliency maps.
+            requested, the request does not contain a pair, or the model does not compute saliency maps.
         prompt_tokens, completion_tokens: number of tokens. The completion includes the end token.
-        batch_pairs: number of pairs in the same batch.
+        batch_requests: number of requests in the same batch.
     """
 
-    caption: str
+    text: str
     model: str
     overlay: tuple[bytes, bytes] | None
     prompt_tokens: int
     completion_tokens: int
-    batch_pairs: int
+    batch_requests: int
 
 
 class UndecodableImage(NamedTuple):
@@ -107,49 +122,92 @@ class UndecodableImage(NamedTuple):
     reason: str
 
 
-class PreparedPair(NamedTuple):
-    """A pair that is ready for the model.
+class PreparedRequest(NamedTuple):
+    """A request that is ready for the model.
 
     Attributes:
-        inputs: the images before and after, prepared by the model's processor.
-        overlay_images: both images, scaled down to the size of an overlay, or None if no overlay was requested.
+        turns: the turns of the dialogue, of which the last is to be answered.
+        images: the images, prepared by the model's processor.
+        overlay_images: both images of a pair, scaled down to the size of an overlay. None if no overlay is drawn.
     """
 
-    question: str
-    inputs: tuple[np.ndarray, np.ndarray]
+    turns: tuple[Turn, ...]
+    images: "Prepared"
     overlay_images: tuple[Image.Image, Image.Image] | None
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the prepared images and the images for overlays in bytes."""
+        overlay_pixels = sum(image.width * image.height for image in self.overlay_images or ())
+        return self.images.nbytes + 3 * overlay_pixels
 
-class BatchCaption(NamedTuple):
-    """The caption of one pair in a batch.
+
+class BatchAnswer(NamedTuple):
+    """The answer to one request of a batch.
 
     Attributes:
         saliency_map: array of shape [rows, columns]. None if no overlay was requested or the model does not compute
             saliency maps.
-        batch_pairs: number of pairs in the batch.
+        prompt_tokens, completion_tokens: number of tokens. The completion includes the end token.
+        batch_requests: number of requests in the batch.
     """
 
     text: str
     saliency_map: np.ndarray | None
-    batch_pairs: int
+    prompt_tokens: int
+    completion_tokens: int
+    batch_requests: int
+
+
+class WaitingRequest(NamedTuple):
+    """A prepared request in the queue of the model, and the future that will hold its answer."""
+
+    request: PreparedRequest
+    answer: "asyncio.Future[BatchAnswer]"
+
+
+class PreparedBytes:
+    """Limit the bytes of the prepared images that wait for the model or are being answered.
+
+    The size of an image set is known only after its preparation, so the limit does not apply to the image sets that are
+    being prepared. At most DECODERS image sets are being prepared at a time. In total, the prepared images therefore
+    take at most `max_bytes` and the bytes of DECODERS image sets.
+
+    Args:
+        max_bytes: the number of bytes from which no further image set is prepared.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self.has_room = asyncio.Event()
+        self.change(0)
+
+    def change(self, nbytes: int) -> None:
+        """Add bytes, or with a negative number remove them."""
+        self.used_bytes += nbytes
+        if self.used_bytes < self.max_bytes:
+            self.has_room.set()
+        else:
+            self.has_room.clear()
 
 
 class Replica:
-    """Load a checkpoint into this process and caption pairs in batches.
+    """Load a checkpoint into this process and answer requests in batches.
 
     Args:
-        batch_pairs: maximum number of pairs per batch.
-        batch_wait_s: seconds that a pair waits for other pairs to share its batch.
+        batch_requests: maximum number of requests per batch.
+        batch_wait_s: seconds that a request waits for other requests to share its batch.
         threads: number of threads for the model on a CPU.
     """
 
-    def __init__(self, source: Source, batch_pairs: int, batch_wait_s: float, threads: int) -> None:
+    def __init__(self, source: Source, batch_requests: int, batch_wait_s: float, threads: int) -> None:
         runtime.prepare()  # needed on a cluster, where each replica is a separate process
         import torch
 
         torch.set_num_threads(threads)
         self.name = source.name
-        self.batch_pairs = batch_pairs
+        self.batch_requests = batch_requests
         self.batch_wait_s = batch_wait_s
         self.fault: Fault | None = None
         try:
@@ -158,7 +216,10 @@ class Replica:
             self.fault = error.fault  # if the error were raised, Ray would restart the replica forever
         self.decoders = ThreadPoolExecutor(DECODERS)
         self.computer = ThreadPoolExecutor(1)
-        self.waiting: asyncio.Queue[tuple[PreparedPair, asyncio.Future[BatchCaption]]] = asyncio.Queue()
+        # Requests wait here with their files, which are smaller than prepared images
+        self.preparations = asyncio.Semaphore(DECODERS)
+        self.prepared_bytes = PreparedBytes(MAX_PREPARED_BYTES)
+        self.queue: asyncio.Queue[WaitingRequest] = asyncio.Queue()
         self.worker: asyncio.Task[None] | None = None
         self.trimmer = PauseTrimmer()
 
@@ -166,52 +227,67 @@ class Replica:
         """Return the facts about the model, or a fault if the model could not be loaded."""
         if self.fault is not None:
             return self.fault
-        tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
+        tokenizer = self.captioner.processor.tokenizer
         tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         return ModelFacts(
             name=self.name,
             max_new_tokens=self.captioner.max_new_tokens,
             special_tokens=tuple(sorted(tokens)),
-            reads_question=self.captioner.family.reads_question,
             question=self.captioner.question,
-            trained_question=self.captioner.trained_question,
+            takes=self.captioner.family.takes,
+            trained_on=self.captioner.trained_on,
         )
 
-    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
         """Answer one request, or return why an image cannot be decoded."""
         self.trimmer.begin()
         try:
-            return await self._answer(asked)
+            return await self._answer(request)
         finally:
             self.trimmer.end()
 
-    async def _answer(self, asked: Asked) -> ServedAnswer | UndecodableImage:
-        loop = asyncio.get_running_loop()
+    async def _answer(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
         try:
-            pair = await loop.run_in_executor(self.decoders, prepare_pair, self.captioner, asked)
+            overlay_images, future = await self._prepare(request)
         except ImageError as error:
             # The error's own remedy is left out, since it applies to files on disk
             return UndecodableImage(error.fault.summary)
         except MemoryError as error:
             return UndecodableImage(str(error))
-        self._start_worker()
-        future: asyncio.Future[BatchCaption] = loop.create_future()
-        self.waiting.put_nowait((pair, future))
-        caption = await future
+        answer = await future
         overlay = None
-        if pair.overlay_images is not None and caption.saliency_map is not None:
-            overlay = await loop.run_in_executor(
-                self.decoders, draw_overlays, pair.overlay_images, caption.saliency_map
-            )
-        processor = self.captioner.processor
+        if overlay_images is not None and answer.saliency_map is not None:
+            loop = asyncio.get_running_loop()
+            overlay = await loop.run_in_executor(self.decoders, draw_overlays, overlay_images, answer.saliency_map)
         return ServedAnswer(
-            caption=caption.text,
+            text=answer.text,
             model=self.name,
             overlay=overlay,
-            prompt_tokens=len(processor.encode_prompt(pair.question)),
-            completion_tokens=len(processor.encode_reference(caption.text)),
-            batch_pairs=caption.batch_pairs,
+            prompt_tokens=answer.prompt_tokens,
+            completion_tokens=answer.completion_tokens,
+            batch_requests=answer.batch_requests,
         )
+
+    async def _prepare(
+        self, request: AnswerRequest
+    ) -> tuple[tuple[Image.Image, Image.Image] | None, "asyncio.Future[BatchAnswer]"]:
+        """Prepare the images as soon as there is room for them, and put the request into the queue of the model.
+
+        Returns:
+            The images for the overlay, if one is drawn, and the future that will hold the answer.
+
+        Raises:
+            ImageError: an image cannot be decoded.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[BatchAnswer] = loop.create_future()
+        async with self.preparations:
+            await self.prepared_bytes.has_room.wait()
+            prepared = await loop.run_in_executor(self.decoders, prepare_request, self.captioner, request)
+            self.prepared_bytes.change(prepared.nbytes)
+            self.queue.put_nowait(WaitingRequest(prepared, future))
+        self._start_worker()
+        return prepared.overlay_images, future
 
     def _start_worker(self) -> None:
         """Start the task that gathers batches if it is not running. Must be called from a running event loop."""
@@ -219,29 +295,32 @@ class Replica:
             self.worker = asyncio.create_task(self.work())
 
     async def work(self) -> None:
-        """Gather and caption batches forever. Pairs whose clients have disconnected are skipped."""
+        """Gather and answer batches forever. Requests whose clients have disconnected are skipped."""
         while True:
-            batch = [await self.waiting.get()]
+            batch = [await self.queue.get()]
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.batch_wait_s):
-                    while len(batch) < self.batch_pairs:
-                        batch.append(await self.waiting.get())
-            await self._caption_batch([(pair, future) for pair, future in batch if not future.done()])
+                    while len(batch) < self.batch_requests:
+                        batch.append(await self.queue.get())
+            await self._answer_batch([waiting for waiting in batch if not waiting.answer.done()])
+            # The images of a request whose client has disconnected use memory until they leave the queue
+            self.prepared_bytes.change(-sum(waiting.request.nbytes for waiting in batch))
 
-    async def _caption_batch(self, batch: list[tuple[PreparedPair, "asyncio.Future[BatchCaption]"]]) -> None:
-        """Caption the pairs and set the results of their futures."""
+    async def _answer_batch(self, batch: list[WaitingRequest]) -> None:
+        """Answer the requests and set the results of their futures."""
         loop = asyncio.get_running_loop()
-        pairs = [pair for pair, _ in batch]
+        requests = [waiting.request for waiting in batch]
         try:
-            captions = await loop.run_in_executor(self.computer, caption_pairs, self.captioner, pairs)
-        except Exception as error:  # only the requests in this batch fail; later batches are still captioned
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
+            answers = await loop.run_in_executor(self.computer, answer_requests, self.captioner, requests)
+        except Exception as error:  # only the requests in this batch fail; later batches are still answered
+            _release_variables(error)
+            for waiting in batch:
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(error)
             return
-        for (_, future), caption in zip(batch, captions, strict=True):
-            if not future.done():
-                future.set_result(caption)
+        for waiting, answer in zip(batch, answers, strict=True):
+            if not waiting.answer.done():
+                waiting.answer.set_result(answer)
 
     async def remove(self) -> None:
         """Release the model and its threads."""
@@ -252,46 +331,71 @@ class Replica:
         self.__dict__.pop("captioner", None)
 
 
-def prepare_pair(captioner: "Captioner", asked: Asked) -> PreparedPair:
-    """Decode and prepare both images for the model, one after the other to save memory.
+def _release_variables(error: Exception) -> None:
+    """Remove the variables of the functions that raised an error, which hold the prepared images of a batch.
+
+    Otherwise, the images use memory until Python collects the cyclic references of the error. The first entry of the
+    traceback is the calling function, whose variables cannot be removed while it runs, so it is left out.
+    """
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
+        traceback.clear_frames(error.__traceback__)
+
+
+def prepare_request(captioner: "Captioner", request: AnswerRequest) -> PreparedRequest:
+    """Decode and prepare the images for the model, one after the other to save memory.
 
     Raises:
         ImageError: an image cannot be decoded.
     """
-    inputs: list[np.ndarray] = []
     overlay_images: list[Image.Image] = []
-    for data in (asked.before, asked.after):
-        image = load_image(io.BytesIO(data))
-        inputs.append(captioner.processor.prepare_image(image))
-        if asked.overlay:
-            image.thumbnail((OVERLAY_PX, OVERLAY_PX))
-            overlay_images.append(image)
-        del image  # frees its memory before the second image is decoded
-    return PreparedPair(
-        question=asked.question or captioner.question,
-        inputs=(inputs[0], inputs[1]),
+    draws_overlay = request.overlay and len(request.images) == 2
+
+    def decode_images() -> Iterator[Image.Image]:
+        for content in request.images:
+            image = load_image(io.BytesIO(content))
+            yield image
+            if draws_overlay:
+                image.thumbnail((OVERLAY_PX, OVERLAY_PX))
+                overlay_images.append(image)
+            del image  # frees its memory before the next image is decoded
+
+    images = captioner.processor.prepare(decode_images())
+    return PreparedRequest(
+        turns=request.turns(captioner.question),
+        images=images,
         overlay_images=(overlay_images[0], overlay_images[1]) if overlay_images else None,
     )
 
 
-def caption_pairs(captioner: "Captioner", pairs: Sequence[PreparedPair]) -> list[BatchCaption]:
-    """Return the caption of each pair, in order.
+def answer_requests(captioner: "Captioner", requests: Sequence[PreparedRequest]) -> list[BatchAnswer]:
+    """Return the answer to each request, in order.
 
-    Pairs with the same question are captioned together. Pairs with and without an overlay are captioned separately, so
-    that a caption never depends on the requests of other clients.
+    Requests with the same number of images and prompts of the same length are answered together, so that no prompt is
+    padded. Requests with and without an overlay are answered separately. An answer then never depends on the requests
+    of other clients.
     """
-    positions_by_group: dict[tuple[str, bool], list[int]] = {}
-    for position, pair in enumerate(pairs):
-        has_overlay = pair.overlay_images is not None
-        positions_by_group.setdefault((pair.question, has_overlay), []).append(position)
-    captions: dict[int, BatchCaption] = {}
-    for (question, has_overlay), positions in positions_by_group.items():
-        images = [image for position in positions for image in pairs[position].inputs]
-        texts, saliency_maps = captioner.answer(images, question, has_overlay)
+    positions_by_group: dict[tuple[int, int, bool], list[int]] = {}
+    for position, request in enumerate(requests):
+        marks = request.images.marks
+        prompt_tokens = len(captioner.processor.encode_prompt(request.turns, marks))
+        group = (len(marks), prompt_tokens, request.overlay_images is not None)
+        positions_by_group.setdefault(group, []).append(position)
+    answers: dict[int, BatchAnswer] = {}
+    for (_, prompt_tokens, has_overlay), positions in positions_by_group.items():
+        prepared = [requests[position].images for position in positions]
+        dialogues = [requests[position].turns for position in positions]
+        texts, saliency_maps = captioner.answer(prepared, dialogues, has_overlay)
         maps: Sequence[np.ndarray | None] = [None] * len(texts) if saliency_maps is None else list(saliency_maps)
         for position, text, saliency_map in zip(positions, texts, maps, strict=True):
-            captions[position] = BatchCaption(text, saliency_map, batch_pairs=len(pairs))
-    return [captions[position] for position in range(len(pairs))]
+            answers[position] = BatchAnswer(
+                text=text,
+                saliency_map=saliency_map,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=len(captioner.processor.encode_answer(text)),
+                batch_requests=len(requests),
+            )
+    return [answers[position] for position in range(len(requests))]
 
 
 def draw_overlays(images: tuple[Image.Image, Image.Image], saliency_map: np.ndarray) -> tuple[bytes, bytes]:
@@ -366,9 +470,9 @@ class RayDeployment:
         """Ask one of the replicas for the facts about the model, or for the fault if it could not load the model."""
         return await self.handle.facts.remote()
 
-    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
         """Answer one request with one of the replicas."""
-        response = self.handle.ask.remote(asked)
+        response = self.handle.ask.remote(request)
         try:
             return await response
         finally:
@@ -435,7 +539,7 @@ class Metrics:
         )
         self.batch = Histogram(
             "m3diff_batch_pairs",
-            "Pairs that shared an answer's batch",
+            "Requests that shared an answer's batch",
             buckets=(1, 2, 4, 8, 16, 32, 64),
             registry=registry,
         )
@@ -463,11 +567,11 @@ class ServedModel:
         self.card = card
         self.requests = 0
 
-    async def ask(self, asked: Asked) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
         """Answer one request, or return why an image cannot be decoded."""
         self.requests += 1
         try:
-            return await self.deployment.ask(asked)
+            return await self.deployment.ask(request)
         finally:
             self.requests -= 1
 

@@ -1,17 +1,21 @@
-"""Implement `m3diff caption BEFORE AFTER`, which finds pairs of images and captions them without a server.
+"""Implement `m3diff caption IMAGE [IMAGE]`, which finds the images and questions of a user and answers them without a
+server.
 
-A pair consists of two images of one scene: the image before a change, and the image after it.
+Most often, these are pairs of images of one scene: the image before a change, and the image after it. A table may also
+have single images, questions of its own, and the turns of a dialogue before them.
 """
 
 import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from m3diff.datasets.files import Embedded, describe, fault_of_path, is_inside
+from m3diff.datasets.files import Embedded, columns_in, describe, fault_of_path, is_inside, look_up
 from m3diff.datasets.folders import match_names
 from m3diff.datasets.pairs import relative_to_root
 from m3diff.datasets.tables import (
@@ -19,79 +23,97 @@ from m3diff.datasets.tables import (
     SIDES,
     TABLE_SUFFIXES,
     find_image_columns,
+    images_of,
     is_image,
     names_of,
-    read_image_pairs,
+    read_rows,
     read_sample,
 )
 from m3diff.images.enlarge import enlarge
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import draw_outlines
+from m3diff.models.contract import Takes
+from m3diff.models.sample_limits import TrainedOn, answerable_images, fault_of_sample
 from m3diff.provenance.cache import is_cached_object
-from m3diff.records.errors import DataError, Fault, cause_of, shell_word
+from m3diff.records.errors import DataError, Fault, ValueFault, cause_of, shell_word
 from m3diff.records.progress import progress
-from m3diff.serving.questions import note_about
+from m3diff.records.sample import Turn
+from m3diff.serving.questions import note_about_sample
 from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
+    from m3diff.models.contract import Prepared
     from m3diff.models.generation import Captioner
 
 MAX_LISTED_NAMES = 5
 EXPECTED_INPUT = Fault("serving.expected_input")
-BATCH_PAIRS = 8
+BATCH_INPUTS = 8
+MAX_PREPARED_BYTES = 1 << 30  # bytes of prepared images from which a batch gets no further input
+MAX_IMAGES = 2
 GAP_PX = 12  # width of the gap between the two images of an overlay
+IMAGE_COLUMN = "image"
+QUESTION_COLUMN = "question"
+HISTORY_COLUMN = "history"
 
 ImageSource = Path | Embedded  # a file, or bytes in a Parquet file
 
 
-class PairToCaption(NamedTuple):
-    """A pair to caption. Its name is unique among the pairs that `find_pairs` returns."""
+class CaptionInput(NamedTuple):
+    """Images to caption, or a question about them.
+
+    Attributes:
+        name: a name that is unique among the inputs that `find_inputs` returns.
+        images: no image, one image, or the image before and the image after.
+        question: the question. None for the default question of the model.
+        history: the turns before the question.
+    """
 
     name: str
-    before: ImageSource
-    after: ImageSource
+    images: tuple[ImageSource, ...]
+    question: str | None = None
+    history: tuple[Turn, ...] = ()
 
 
-def find_pairs(
-    before: Path,
+def find_inputs(
+    path: Path,
     after: Path | None,
     image_root: Path | None = None,
     columns: Mapping[str, str] | None = None,
-) -> list[PairToCaption]:
-    """Return the pairs in two images, two folders or a table.
+) -> list[CaptionInput]:
+    """Return the inputs in one or two images, two folders or a table.
 
     Args:
-        before: an image, a folder or a table.
-        after: an image or a folder. None if `before` is a table.
+        path: an image, a folder or a table.
+        after: a second image or folder. None for a single image or a table.
         image_root: a second folder that may contain the table's images. The table's folder is always allowed.
         columns: a mapping from `before` and `after` to the table's columns. If None, the columns are detected from the
             column names and values.
 
     Raises:
         DataError: a path does not exist, one path is a folder and the other an image, the file names do not show which
-            images belong together, the image columns are unclear, or a row of the table is missing an image.
+            images belong together, the image columns are unclear, or a row of the table has no images or no valid
+            question.
         ParamsError: columns are named without a table, or only one column is named.
     """
-    for path in filter(None, (before, after)):
-        if not path.exists():
-            raise DataError("serving.missing_input", path=path, expected=EXPECTED_INPUT)
-    is_table = after is None and not before.is_dir()
-    if is_table and is_image(before.name):
-        command = f"m3diff caption {shell_word(before)} AFTER"
-        raise DataError("serving.image_without_second", path=before, command=command)
+    for input_path in filter(None, (path, after)):
+        if not input_path.exists():
+            raise DataError("serving.missing_input", path=input_path, expected=EXPECTED_INPUT)
+    is_table = after is None and not path.is_dir() and not is_image(path.name)
     _check_columns(columns, is_table)
     if is_table:
-        roots = [before.parent]
+        roots = [path.parent]
         if image_root is not None:
             roots.append(image_root)
-        return _pairs_in_table(before, roots, columns)
+        return _inputs_in_table(path, roots, columns)
+    if after is None and path.is_dir():
+        raise DataError(_fault_of_folder(path))
     if after is None:
-        raise DataError(_fault_of_folder(before))
-    if before.is_dir() != after.is_dir():
-        raise DataError("serving.folder_and_image", before=before, after=after, expected=EXPECTED_INPUT)
-    if before.is_dir():
-        return _pairs_in_folders(before, after)
-    return [PairToCaption(before.stem, before, after)]
+        return [CaptionInput(path.stem, (path,))]
+    if path.is_dir() != after.is_dir():
+        raise DataError("serving.folder_and_image", before=path, after=after, expected=EXPECTED_INPUT)
+    if path.is_dir():
+        return _pairs_in_folders(path, after)
+    return [CaptionInput(path.stem, (path, after))]
 
 
 def _check_columns(columns: Mapping[str, str] | None, is_table: bool) -> None:
@@ -125,7 +147,7 @@ def _fault_of_folder(folder: Path) -> Fault:
 # Two folders
 
 
-def _pairs_in_folders(before: Path, after: Path) -> list[PairToCaption]:
+def _pairs_in_folders(before: Path, after: Path) -> list[CaptionInput]:
     """Return the pairs of images whose file names match.
 
     Raises:
@@ -142,7 +164,7 @@ def _pairs_in_folders(before: Path, after: Path) -> list[PairToCaption]:
         pairs = []
         for name in sorted(images_before):
             name_after = matches.pairs[name]
-            pairs.append(PairToCaption(name, images_before[name], images_after[name_after]))
+            pairs.append(CaptionInput(name, (images_before[name], images_after[name_after])))
         return pairs
     unmatched_names = sorted([*matches.unmatched[0], *matches.unmatched[1]])
     faults = []
@@ -183,32 +205,114 @@ def _images_by_name(folder: Path) -> dict[str, Path]:
 # A table
 
 
-def _pairs_in_table(table: Path, roots: list[Path], columns: Mapping[str, str] | None) -> list[PairToCaption]:
-    """Return the pairs in a table. Paths are relative to the table's folder and must stay inside `roots`."""
+def _inputs_in_table(table: Path, roots: list[Path], columns: Mapping[str, str] | None) -> list[CaptionInput]:
+    """Return the inputs in a table. Paths are relative to the table's folder and must stay inside `roots`."""
     if columns is None:
         columns = _detect_columns(table)
-    image_pairs: list[tuple[ImageSource, ImageSource]] = []
-    for row in read_image_pairs(table, columns):
-        before = _image_in_row(table, roots, row.location, "before", row.before)
-        after = _image_in_row(table, roots, row.location, "after", row.after)
-        image_pairs.append((before, after))
-    if not image_pairs:
+    inputs = []
+    header = list(chain.from_iterable(columns_in(name) for name in columns.values()))
+    for location, row in read_rows(table, header):
+        images = []
+        for field, value in _image_values(location, row, columns):
+            images.append(_image_in_row(table, roots, location, field, value))
+        question = row.get(QUESTION_COLUMN)
+        if question is not None and not isinstance(question, str):
+            raise DataError("serving.no_text", path=location, key=QUESTION_COLUMN, value=describe(question))
+        # An empty cell of a CSV file is an empty text
+        asks_default_question = question is None or not question.strip()
+        inputs.append(
+            CaptionInput(
+                name="",
+                images=tuple(images),
+                question=None if asks_default_question else question,
+                history=_read_history(location, row.get(HISTORY_COLUMN)),
+            )
+        )
+    if not inputs:
         raise DataError("serving.no_row", path=table, expected=EXPECTED_INPUT)
-    names = names_of(image_pairs)
-    return [PairToCaption(name, before, after) for name, (before, after) in zip(names, image_pairs, strict=True)]
+    return _with_names(inputs)
+
+
+def _with_names(inputs: Sequence[CaptionInput]) -> list[CaptionInput]:
+    """Return the inputs with distinct names, which `names_of` derives from their images."""
+    names_of_images = iter(names_of([(item.images[0], item.images[-1]) for item in inputs if item.images]))
+    named_inputs = []
+    for number, item in enumerate(inputs, 1):
+        name = next(names_of_images) if item.images else f"question-{number:05}"
+        named_inputs.append(item._replace(name=name))
+    return named_inputs
+
+
+def _image_values(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Return the images in a row, unchanged, each with its field (`before`, `after`, `image` or `images`).
+
+    Args:
+        location: file and row, for error messages.
+        columns: the result of `_detect_columns`.
+
+    Raises:
+        DataError: the row lacks an image, or its list of images is not a list of at most two images.
+    """
+    if IMAGE_COLUMN in columns:
+        image = row.get(columns[IMAGE_COLUMN])
+        if image in (None, ""):
+            raise DataError("serving.no_path", path=location, key=columns[IMAGE_COLUMN], value=describe(image))
+        return [(IMAGE_COLUMN, image)]
+    if "images" not in columns:
+        return list(zip(SIDES, images_of(location, row, columns), strict=True))
+    images = look_up(row, columns["images"])
+    if not isinstance(images, list) or len(images) > MAX_IMAGES:
+        raise DataError("serving.not_a_list_of_images", path=location, key=columns["images"], value=describe(images))
+    return [("images", image) for image in images]
+
+
+def _read_history(location: str, value: Any) -> tuple[Turn, ...]:
+    """Return the turns in the column `history` of a row.
+
+    Args:
+        location: file and row, for error messages.
+        value: a list of turns, or its text in JSON. A turn is an object with `question` and `answer`, or a list of
+            both. An empty text or null has no turns.
+
+    Raises:
+        DataError: the value is not a list of turns with texts.
+    """
+    turns = value
+    if isinstance(value, str):
+        try:
+            turns = json.loads(value) if value.strip() else []
+        except ValueError as error:
+            raise DataError("serving.unusable_history", path=location, value=describe(value)) from error
+    if turns is None:
+        return ()
+    if not isinstance(turns, list):
+        raise DataError("serving.unusable_history", path=location, value=describe(turns))
+    history = []
+    for turn in turns:
+        texts = [turn.get("question"), turn.get("answer")] if isinstance(turn, dict) else turn
+        is_turn = isinstance(texts, list) and len(texts) == 2
+        if not is_turn or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise DataError("serving.unusable_history", path=location, value=describe(turn))
+        history.append(Turn(*texts))
+    return tuple(history)
 
 
 def _detect_columns(table: Path) -> Mapping[str, str]:
-    """Detect the columns of the images before and after from the table's column names and values.
+    """Detect the columns of the images from the table's column names and values.
+
+    Returns:
+        `{before: ..., after: ...}`, `{images: ...}` for a column of lists, or `{image: ...}` for single images.
 
     Raises:
-        DataError: the file cannot be read, no two columns contain images, or it is unclear which columns to use.
+        DataError: the file cannot be read, no column contains images, or it is unclear which columns to use.
     """
     sample = read_sample(table)
     values = sample.values()
     if not any(values.values()):
         raise DataError("serving.no_row", path=table, expected=EXPECTED_INPUT)
     columns = find_image_columns(table.parent, values)
+    if not columns.answers and IMAGE_COLUMN in values:
+        return {IMAGE_COLUMN: IMAGE_COLUMN}
     if not columns.answers:
         if "delimiter" not in sample.options:
             raise DataError("serving.no_image_columns", path=table, columns=list(values))
@@ -225,11 +329,12 @@ def _column_arguments(columns: Mapping[str, str]) -> str:
     return " ".join(f"--{side} {shell_word(name)}" for side, name in columns.items())
 
 
-def _image_in_row(table: Path, roots: Sequence[Path], location: str, side: str, value: Any) -> ImageSource:
-    """Return the image for a side (`before` or `after`) of a row.
+def _image_in_row(table: Path, roots: Sequence[Path], location: str, field: str, value: Any) -> ImageSource:
+    """Return an image of a row.
 
     Args:
         location: file and row, for error messages.
+        field: `before`, `after`, `image` or `images`, for error messages.
 
     Raises:
         DataError: the value is not a path, or the path leads out of `roots`.
@@ -237,29 +342,30 @@ def _image_in_row(table: Path, roots: Sequence[Path], location: str, side: str, 
     if isinstance(value, Embedded):
         return value
     if not isinstance(value, str):
-        raise DataError("serving.no_path", path=location, key=side, value=describe(value))
+        raise DataError("serving.no_path", path=location, key=field, value=describe(value))
     folder = table.parent
     name = relative_to_root(value, (f"{folder.absolute()}/", f"{folder.resolve()}/"))
     fault = fault_of_path(name, folder, roots, "--image-root")
     if fault:
-        raise DataError("serving.unusable_path", path=location, key=side, value=describe(value), cause=fault)
+        raise DataError("serving.unusable_path", path=location, key=field, value=describe(value), cause=fault)
     path = folder / name
     if not (is_inside(path, *roots) or is_cached_object(str(path))):
-        raise DataError("serving.link_out_of_folder", path=location, key=side, value=describe(value))
+        raise DataError("serving.link_out_of_folder", path=location, key=field, value=describe(value))
     return path
 
 
-# Captions
+# Answers
 
 
-class PairCaption(NamedTuple):
-    """The caption of a pair, or the fault that prevented it.
+class CaptionOutput(NamedTuple):
+    """The answer to an input, or the fault that prevented it.
 
     Attributes:
+        caption: the caption, or the answer to the question.
         note: a warning that the model may have ignored the question, or None.
     """
 
-    pair: PairToCaption
+    input: CaptionInput
     caption: str | None
     fault: Fault | None = None
     note: str | None = None
@@ -270,9 +376,12 @@ class PairCaption(NamedTuple):
         Args:
             model: the model version that wrote the caption, such as `m3diff/12`.
         """
-        entry: dict[str, str | None] = {"name": self.pair.name}
-        for side in SIDES:
-            entry[side] = _describe_image(getattr(self.pair, side))
+        entry: dict[str, str | None] = {"name": self.input.name}
+        fields = SIDES if len(self.input.images) == 2 else (IMAGE_COLUMN,)
+        for field, image in zip(fields, self.input.images, strict=False):
+            entry[field] = _describe_image(image)
+        if self.input.question is not None:
+            entry["question"] = self.input.question
         if self.fault:
             entry["error"] = str(self.fault)
         else:
@@ -289,88 +398,160 @@ def _describe_image(image: ImageSource) -> str:
     return str(image) if isinstance(image, Path) else f"{image.manifest}#bytes={image.name}"
 
 
-def caption_pairs(
-    captioner: "Captioner",
-    pairs: Sequence[PairToCaption],
-    question: str | None,
-    overlay: Path | None,
-    max_pixels: int = MAX_PIXELS,
-) -> Iterator[PairCaption]:
-    """Yield a caption for each pair, in order. A pair whose images cannot be read gets a fault instead.
+def check_inputs(inputs: Sequence[CaptionInput], takes: Takes, trained_on: TrainedOn) -> None:
+    """Check that a model can answer at least one of the inputs. The others get a fault of their own.
 
     Args:
-        question: the question to ask. If None, ask the model's default question.
-        overlay: where to save both images with the outlines of the saliency map: a file for one pair, or a folder for
-            several. If None, no overlay is drawn.
+        takes: the samples that the model's family can process.
+        trained_on: the samples that the model was trained on.
+
+    Raises:
+        DataError: the model can answer none of the inputs.
+    """
+    faults = [_fault_of_input(item, takes, trained_on) for item in inputs]
+    if None in faults:
+        return
+    (fault, *_) = faults
+    assert fault is not None
+    (item, *_) = inputs
+    if len(inputs) == 1 and len(item.images) == 1 and answerable_images(takes, trained_on) == (2,):
+        (image,) = item.images
+        command = f"m3diff caption {shell_word(_describe_image(image))} AFTER"
+        raise DataError("serving.image_without_second", path=image, command=command)
+    if len(inputs) == 1:
+        raise DataError(fault)
+    raise DataError("serving.no_answerable_input", inputs=len(inputs), cause=fault)
+
+
+def _fault_of_input(item: CaptionInput, takes: Takes, trained_on: TrainedOn) -> Fault | None:
+    """Return why a model cannot answer an input, or None if it can."""
+    return fault_of_sample(takes, trained_on, len(item.images), item.question, len(item.history))
+
+
+def answer_inputs(
+    captioner: "Captioner",
+    inputs: Sequence[CaptionInput],
+    overlay: Path | None,
+    max_pixels: int = MAX_PIXELS,
+) -> Iterator[CaptionOutput]:
+    """Yield the answer to each input, in order. An input that cannot be answered gets a fault instead.
+
+    Args:
+        overlay: where to save both images of a pair with the outlines of the saliency map: a file for one input, or a
+            folder for several. If None, no overlay is drawn.
         max_pixels: maximum number of pixels per image, padded to a square.
 
     Raises:
-        DataError: overlays were requested, but the model does not compute saliency maps.
-        ParamsError: the model does not support this question.
+        DataError: overlays were requested, but an input is not a pair, or the model does not compute saliency maps.
     """
-    check_question(captioner, question)
-    note = note_about(question, captioner.trained_question) if captioner.family.reads_question else None
-    batches = [pairs[start : start + BATCH_PAIRS] for start in range(0, len(pairs), BATCH_PAIRS)]
+    if overlay is not None:
+        for item in inputs:
+            if len(item.images) != 2:
+                raise DataError("serving.overlay_without_pair", name=item.name, value=len(item.images))
     # A single batch needs no progress bar
-    batch_iterator = progress(batches, "caption", unit="batch") if len(batches) > 1 else batches
-    for batch in batch_iterator:
-        images, faults = _load_batch(batch, max_pixels)
-        captions: dict[str, str] = {}
-        if images:
-            captions, saliency_maps = _caption_batch(captioner, images, question, overlay is not None)
-            for name, saliency_map in saliency_maps.items():
-                assert overlay is not None
-                file = overlay if len(pairs) == 1 else overlay / f"{name}.png"
-                _save_overlay(images[name], saliency_map, file)
-        for pair in batch:
-            if pair.name in faults:
-                yield PairCaption(pair, None, faults[pair.name])
-            else:
-                yield PairCaption(pair, captions[pair.name], note=note)
+    batches = [inputs[start : start + BATCH_INPUTS] for start in range(0, len(inputs), BATCH_INPUTS)]
+    for batch in progress(batches, "caption", unit="batch") if len(batches) > 1 else batches:
+        yield from _answer_batch(captioner, batch, overlay, len(inputs), max_pixels)
 
 
-def _load_batch(
-    batch: Sequence[PairToCaption], max_pixels: int
-) -> tuple[dict[str, tuple[Image.Image, Image.Image]], dict[str, Fault]]:
-    """Load a batch of pairs.
+def _answer_batch(
+    captioner: "Captioner", inputs: Sequence[CaptionInput], overlay: Path | None, input_count: int, max_pixels: int
+) -> Iterator[CaptionOutput]:
+    """Yield the answer to each input of a batch, in order. See `answer_inputs`.
 
-    Returns:
-        The images of the readable pairs and the faults of the other pairs, both by pair name.
+    Args:
+        input_count: number of all inputs.
     """
-    images: dict[str, tuple[Image.Image, Image.Image]] = {}
-    faults: dict[str, Fault] = {}
-    for pair in batch:
-        try:
-            before = _load_image(pair.before, max_pixels)
-            after = _load_image(pair.after, max_pixels)
-            images[pair.name] = before, after
-        except ImageError as error:
-            faults[pair.name] = error.fault
-    return images, faults
+    outputs: dict[int, CaptionOutput] = {}
+    samples: dict[int, LoadedSample] = {}
+    prepared_bytes = 0
+    for position, item in enumerate(inputs):
+        sample = _load_sample(captioner, item, max_pixels, overlay is not None)
+        if isinstance(sample, Fault):
+            outputs[position] = CaptionOutput(item, None, sample)
+            continue
+        samples[position] = sample
+        prepared_bytes += sample.prepared.nbytes
+        if prepared_bytes >= MAX_PREPARED_BYTES:
+            outputs |= _answer_samples(captioner, inputs, samples, overlay, input_count)
+            samples.clear()
+            prepared_bytes = 0
+    outputs |= _answer_samples(captioner, inputs, samples, overlay, input_count)
+    for position in range(len(inputs)):
+        yield outputs[position]
 
 
-def _caption_batch(
+class LoadedSample(NamedTuple):
+    """An input that is ready for the model.
+
+    Attributes:
+        turns: the turns of the dialogue, of which the last is to be answered.
+        prepared: the images, prepared by the model's processor.
+        images: the images for the overlay. Empty if no overlay is drawn.
+        group: number of images and length of the prompt. Samples of a group are answered together, without padding.
+    """
+
+    turns: tuple[Turn, ...]
+    prepared: "Prepared"
+    images: tuple[Image.Image, ...]
+    group: tuple[int, int]
+
+
+def _load_sample(
+    captioner: "Captioner", item: CaptionInput, max_pixels: int, has_overlay: bool
+) -> LoadedSample | Fault:
+    """Load the images of an input and prepare them, or return the fault that prevents an answer."""
+    fault = _fault_of_input(item, captioner.family.takes, captioner.trained_on)
+    if fault is not None:
+        return fault
+    try:
+        images = tuple(_load_image(image, max_pixels) for image in item.images)
+    except ImageError as error:
+        return error.fault
+    prepared = captioner.processor.prepare(images)
+    turns = (*item.history, captioner.ask(item.question))
+    try:
+        prompt = captioner.processor.encode_prompt(turns, prepared.marks)
+    except ValueFault as error:
+        return error.fault
+    return LoadedSample(
+        turns=turns,
+        prepared=prepared,
+        images=images if has_overlay else (),
+        group=(len(images), len(prompt)),
+    )
+
+
+def _answer_samples(
     captioner: "Captioner",
-    images: Mapping[str, tuple[Image.Image, Image.Image]],
-    question: str | None,
-    has_overlay: bool,
-) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """Return the captions and, if overlays are requested, the saliency maps, both by pair name.
+    inputs: Sequence[CaptionInput],
+    samples: Mapping[int, LoadedSample],
+    overlay: Path | None,
+    input_count: int,
+) -> dict[int, CaptionOutput]:
+    """Return the answers to samples by the position of their input, and save the requested overlays.
 
     Raises:
         DataError: overlays were requested, but the model does not compute saliency maps.
     """
-    prepared_images = []
-    for before, after in images.values():
-        prepared_images.append(captioner.processor.prepare_image(before))
-        prepared_images.append(captioner.processor.prepare_image(after))
-    texts, saliency_maps = captioner.answer(prepared_images, question, has_overlay)
-    captions = dict(zip(images, texts, strict=True))
-    if not has_overlay:
-        return captions, {}
-    if saliency_maps is None:
-        raise DataError("serving.no_saliency_maps")
-    return captions, dict(zip(images, saliency_maps, strict=True))
+    positions_by_group: dict[tuple[int, int], list[int]] = {}
+    for position, sample in samples.items():
+        positions_by_group.setdefault(sample.group, []).append(position)
+    outputs = {}
+    for positions in positions_by_group.values():
+        prepared = [samples[position].prepared for position in positions]
+        dialogues = [samples[position].turns for position in positions]
+        texts, saliency_maps = captioner.answer(prepared, dialogues, overlay is not None)
+        if overlay is not None and saliency_maps is None:
+            raise DataError("serving.no_saliency_maps")
+        for number, (position, text) in enumerate(zip(positions, texts, strict=True)):
+            item = inputs[position]
+            if overlay is not None and saliency_maps is not None:
+                file = overlay if input_count == 1 else overlay / f"{item.name}.png"
+                _save_overlay(samples[position].images, saliency_maps[number], file)
+            note = note_about_sample(captioner.family.takes, captioner.trained_on, item.question, 1 + len(item.history))
+            outputs[position] = CaptionOutput(item, text, note=note)
+    return outputs
 
 
 def _load_image(image: ImageSource, max_pixels: int) -> Image.Image:
@@ -390,23 +571,38 @@ def _load_image(image: ImageSource, max_pixels: int) -> Image.Image:
         raise ImageError(error.code, **fields) from error
 
 
-def check_question(captioner: "Captioner", question: str | None) -> None:
-    """Check that the model can answer the question.
+def ask_question(inputs: Sequence[CaptionInput], question: str | None, takes: Takes) -> list[CaptionInput]:
+    """Return the inputs with the question of the option `--question`, which replaces the questions of a table.
+
+    Args:
+        question: the question. If None or empty, the inputs keep their questions.
+        takes: the samples that the model's family can process.
 
     Raises:
-        ParamsError: the model does not support questions, or cannot encode this one.
+        ParamsError: the model does not support questions.
+    """
+    if not question:
+        return list(inputs)
+    if not takes.questions:
+        raise ParamsError("serving.question_not_read", value=question)
+    return [item._replace(question=question) for item in inputs]
+
+
+def check_question(captioner: "Captioner", question: str | None) -> None:
+    """Check that the model can encode the question of the option `--question`.
+
+    Raises:
+        ParamsError: the question contains a text with a meaning of its own in a prompt.
     """
     if not question:
         return
-    if not captioner.family.reads_question:
-        raise ParamsError("serving.question_not_read", value=question)
     try:
-        captioner.processor.encode_prompt(question)
+        captioner.encode_prompt((Turn(question),), images=2)
     except ValueError as error:
         raise ParamsError("serving.unusable_question", value=question, cause=cause_of(error)) from error
 
 
-def _save_overlay(images: tuple[Image.Image, Image.Image], saliency_map: np.ndarray, file: Path) -> None:
+def _save_overlay(images: tuple[Image.Image, ...], saliency_map: np.ndarray, file: Path) -> None:
     """Save both images side by side with the outlines of the saliency map. Small images are enlarged."""
     saliency = saliency_map.astype(np.float32)
     before = draw_outlines(enlarge(images[0]), saliency)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
+from m3diff.records.errors import format_count
 from m3diff.serving.batcher import Metrics
 from m3diff.serving.memory import PauseTrimmer
 from m3diff.serving.params import Serve
@@ -135,7 +136,7 @@ class Capacity:
             raise RequestRefusedError(
                 status=429,
                 code="queue_full",
-                finding=f"{self.requests} requests under way",
+                finding=f"{format_count(self.requests, 'request')} under way",
                 limit=f"at most {max_requests} at a time (serve.max_queue)",
                 remedy="try again later",
             )

@@ -20,8 +20,9 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.provenance import git
 from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, md5, object_file, read_file_list, read_lock, run_dvc
-from m3diff.records.errors import DataError, data_error_if_unreadable
+from m3diff.records.errors import DataError, data_error_if_unreadable, format_count
 from m3diff.records.files import sha256
+from m3diff.records.tables import part_paths
 from m3diff.registry.local_store import read_stored_tags
 from m3diff.registry.model_source import Source
 from m3diff.serving.caption import SIDES
@@ -96,7 +97,7 @@ class ModelCard:
         counts = [data.pairs for data in self.trained_on if data.pairs is not None]
         if len(counts) == len(self.trained_on):
             datasets = ", ".join(f"{data.dataset} ({data.pairs:,})" for data in self.trained_on)
-            sentences = [f"Trained on {sum(counts):,} pairs: {datasets}."]
+            sentences = [f"Trained on {format_count(sum(counts), 'pair')}: {datasets}."]
         else:
             sentences = [f"Trained on pairs of {', '.join(data.dataset for data in self.trained_on)}."]
         if self.knows_photographs is False:
@@ -181,9 +182,10 @@ class TrainingRecord:
                 DVC's cache.
         """
         datasets = [name for name, reader in self.readers().items() if may_be_shown(reader)]
-        table = self._recorded_file(self.lock.output("validate", "records.parquet"), "validate outs")
+        # a version of an earlier release has a single file
+        table = self.lock.output("validate", "records", "records.parquet")
         examples: list[Example] = []
-        for row in rows_of_test_split(table, datasets):
+        for row in rows_of_test_split(self._recorded_parts(table, "validate outs"), datasets):
             before, after = (self.root / image["uri"] for image in row["images"])
             if all(_is_unchanged(self.root / image["uri"], image["sha256"]) for image in row["images"]):
                 key = hashlib.sha256(f"{model}\0{row['id']}".encode()).hexdigest()[:12]
@@ -192,16 +194,18 @@ class TrainingRecord:
                 break
         return tuple(examples)
 
-    def _recorded_file(self, path: Path, entry: str) -> Path:
-        """Return the path of a file with the recorded content, either on disk or in DVC's cache."""
+    def _recorded_parts(self, path: Path, entry: str) -> list[Path]:
+        """Return the parts of a table with the recorded content, either on disk or in DVC's cache."""
         recorded_hash = self.lock.recorded_hash(path, entry)
-        file = self.root / path
-        if file.is_file() and md5(file) == recorded_hash:
-            return file
-        cached_file = object_file(self._cache_folder(), recorded_hash)
-        if not cached_file.is_file():
+        table = self.root / path
+        if table.exists() and dvc_hash(table) == recorded_hash:
+            return part_paths(table)
+        cache = self._cache_folder()
+        md5_by_name = read_file_list(cache, recorded_hash) or {path.name: recorded_hash}
+        cached_parts = [object_file(cache, md5_by_name[name]) for name in sorted(md5_by_name)]
+        if not all(part.is_file() for part in cached_parts):
             raise DataError("serving.content_not_fetched", path=path, value=recorded_hash)
-        return cached_file
+        return cached_parts
 
     def _cache_folder(self) -> Path:
         return (self.root / run_dvc(self.root, "cache", "dir").strip()).resolve()
@@ -221,7 +225,7 @@ def may_be_shown(reader: str) -> bool:
     return True
 
 
-def rows_of_test_split(table: Path, datasets: list[str]) -> Iterator[dict[str, Any]]:
+def rows_of_test_split(parts: list[Path], datasets: list[str]) -> Iterator[dict[str, Any]]:
     """Yield up to MAX_CANDIDATES test pairs, taken from the datasets in turn.
 
     Each row contains the id, the paths and SHA-256 digests of both images, and the first reference.
@@ -231,16 +235,17 @@ def rows_of_test_split(table: Path, datasets: list[str]) -> Iterator[dict[str, A
     """
     import polars as pl  # imported here because `m3diff caption` uses the card without this table
 
-    rows = pl.scan_parquet(table).filter(pl.col("split") == "test", pl.col("dataset").is_in(datasets)).sort("id")
-    with data_error_if_unreadable(table):
+    rows = pl.scan_parquet(parts).filter(pl.col("split") == "test", pl.col("dataset").is_in(datasets)).sort("id")
+    with data_error_if_unreadable(parts[0]):
         has_images = "images" in rows.collect_schema()
     if not has_images:  # a version from before records had a list of images
         images = [pl.struct(uri=pl.col(side), sha256=pl.col(f"{side}_sha256")) for side in SIDES]
         rows = rows.with_columns(images=pl.concat_list(images))
+    rows = rows.filter(pl.col("images").list.len() == len(SIDES))
     position_in_dataset = pl.int_range(pl.len()).over("dataset")
     candidates = rows.sort(position_in_dataset, "dataset").head(MAX_CANDIDATES)
     reference = pl.col("references").list.first().fill_null("").alias("reference")
-    with data_error_if_unreadable(table):
+    with data_error_if_unreadable(parts[0]):
         pairs = candidates.select("id", "images", reference).collect().to_dicts()
     yield from pairs
 

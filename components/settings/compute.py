@@ -83,19 +83,19 @@ def gpu_of(device_name: str) -> Gpu | None:
 class Compute(Section):
     """The hardware of a run, how work is distributed over it, and how often training is saved and validated."""
 
-    scratch: Path
+    scratch: Path = Path("runs")
     """Folder for checkpoints of unfinished runs, caches and logs. DVC never tracks this folder."""
 
-    workers: int = Field(ge=0)
+    workers: int = Field(default=0, ge=0)
     """Number of Ray Train workers, with one GPU each if `gpu` is true. 0 trains in this process, without Ray."""
 
-    cpus_per_worker: int = Field(ge=1)
+    cpus_per_worker: int = Field(default=1, ge=1)
     """CPU threads per worker, for loading images and, without a GPU, for training."""
 
-    gpu: bool
+    gpu: bool = False
     """If true, workers and the server use GPUs."""
 
-    gpu_kind: Annotated[str, name_validator(GPUS)] | None
+    gpu_kind: Annotated[str, name_validator(GPUS)] | None = None
     """Kind of GPU for which `m3diff plan` estimates a run, a key of GPUS. null means unknown. Training ignores this
     setting and uses the GPUs that it finds."""
 
@@ -105,42 +105,42 @@ class Compute(Section):
     gpu_hour_currency: str = Field(default="USD", min_length=1)
     """Currency of `gpu_hour_price`."""
 
-    micro_batch: int = Field(ge=1)
+    micro_batch: int = Field(default=8, ge=1)
     """Number of sequences that a worker processes at once. A larger number is faster and takes more memory, but does
     not affect the weights."""
 
-    attention: Literal["auto", "flex", "sdpa"]
+    attention: Literal["auto", "flex", "sdpa"] = "auto"
     """Attention kernel of the LLM. `auto` selects flex if references are packed and a GPU is used, otherwise sdpa."""
 
-    zero_stage: Literal[0, 1, 2, 3]
+    zero_stage: Literal[0, 1, 2, 3] = 0
     """ZeRO stage of DeepSpeed. Stage 1 divides the optimizer states among the workers, stage 2 also the gradients, and
     stage 3 also the weights. Higher stages take less memory per worker, but more communication."""
 
-    activation_checkpointing: Literal["none", "selective", "full"]
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Which activations are recomputed in the backward pass instead of stored: `none`, `selective` (norms and SwiGLU
     products) or `full` (whole layers). Recomputing more saves memory but takes more time."""
 
-    checkpoint_every_steps: int = Field(ge=1)
+    checkpoint_every_steps: int = Field(default=400, ge=1)
     """Number of training steps between checkpoints. A killed run loses at most this many steps."""
 
-    max_failures: int = Field(ge=0)
+    max_failures: int = Field(default=2, ge=0)
     """How often a training run is restarted after failures, and how many workers may die in one run of predict."""
 
-    val_pairs: int = Field(ge=0)
+    val_pairs: int = Field(default=64, ge=0)
     """Number of validation pairs per dataset on which `val_loss` is measured at every checkpoint. 0 turns this off."""
 
-    caption_val_pairs: int = Field(ge=0)
+    caption_val_pairs: int = Field(default=32, ge=0)
     """Number of validation pairs per dataset that are captioned and scored with CIDEr during training. 0 turns this
     off. `train.export: best` requires such pairs."""
 
-    caption_every_checkpoints: int = Field(ge=1)
+    caption_every_checkpoints: int = Field(default=2, ge=1)
     """Number of checkpoints from one captioning of validation pairs to the next. 1 captions them at every
     checkpoint."""
 
-    spice_dir: Path | None
+    spice_dir: Path | None = None
     """Folder with the jars that SPICE requires (`m3diff score --check-spice` lists them). null leaves out SPICE."""
 
-    scorer_timeout_s: int = Field(ge=1)
+    scorer_timeout_s: int = Field(default=300, ge=1)
     """Time limit for each Java program of a metric, in seconds. SPICE gets 1 additional second for each caption that it
     parses."""
 

@@ -3,16 +3,19 @@
 Parameters are read from `params.yaml`. Unknown keys are rejected, and all faults are reported together before anything
 runs. `rules.py` checks combinations of values.
 
-A profile is a file in `profiles/`. It can extend another file with the key `extends`, and then sets only the values
-that differ. Sections are merged key by key. Collections of named entries (`ingest.datasets`, `convert.sources`,
-`synthesize`, `augment`, `promote.guards`) are not merged: if a profile sets such a collection, it replaces the
-inherited collection. If `synthesize` or `augment` is inherited, only the datasets that the profile ingests are kept.
+A profile is a file in `profiles/`. It sets only the values that differ from the defaults in the sections, or from the
+file that it extends with the key `extends`. Sections are merged key by key. Collections of named entries
+(`ingest.datasets`, `convert.sources`, `synthesize`, `augment`, `promote.guards`) are not merged: if a profile sets such
+a collection, it replaces the inherited collection. If `synthesize` or `augment` is inherited, only the datasets that
+the profile ingests are kept.
+
+`m3diff profile` writes a profile to `params.yaml` with all defaults, because DVC needs every key.
 """
 
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from m3diff.provenance.dvc import lookup
+from m3diff.provenance.dvc import REFERENCE, lookup
 from m3diff.records.errors import Fault, cause_of
 from m3diff.records.files import write_atomic
+from m3diff.settings.parameter_file import Keys, comments_in, format_params
 from m3diff.settings.rules import PARAMS_RULES
-from m3diff.settings.section import ParamsError, faults_of_validation_error, fields_of_name
+from m3diff.settings.section import ParamsError, Section, faults_of_validation_error, fields_of_name
 from m3diff.settings.tree import Params
 
 EXTENDS_KEY = "extends"
@@ -37,7 +41,6 @@ REPLACED_COLLECTIONS = (
     ("promote", "guards"),
 )
 
-FIELDS_HINT = "profiles/embedded.yaml says what each value is."
 DIGEST_LINE = re.compile(r"^# Digest of the lines below: ([0-9a-f]{64})\n", re.MULTILINE)
 
 
@@ -128,6 +131,42 @@ def merge_profile(base: dict[str, Any], profile: dict[str, Any]) -> dict[str, An
     return merged
 
 
+def complete_values(path: Path) -> dict[str, Any]:
+    """Return the values of a parameter file, with inherited values, and the defaults of all other fields of sections.
+
+    The values of an invalid file are returned without defaults.
+
+    Raises:
+        ParamsError: a file is missing or is not a YAML mapping, or files extend each other in a circle.
+    """
+    values = resolve_profile(path)
+    try:
+        params = Params.model_validate(values)
+    except ValidationError:
+        return values
+    complete: dict[str, Any] = {}
+    for name, field in Params.model_fields.items():
+        key = field.alias or name
+        section = getattr(params, name)
+        if isinstance(section, Section):
+            complete[key] = _defaults_of(section) | values.get(key, {})
+        else:
+            complete[key] = values.get(key, {})
+    return complete
+
+
+def _defaults_of(section: Section) -> dict[str, Any]:
+    """Return the values of a section as YAML has them. A file of the package is relative to the working directory.
+
+    If the package is in the working directory, the parameters are then valid in every copy of the project.
+    """
+    values = section.model_dump(mode="json", by_alias=True)
+    for name, value in section:
+        if isinstance(value, Path) and value.is_relative_to(Path.cwd()):
+            values[name] = str(value.relative_to(Path.cwd()))
+    return values
+
+
 def _merge_values(base: Any, overlay: Any, keys: tuple[str, ...] = ()) -> Any:
     """Return the values at `keys` after applying a profile. Only mappings that are not collections are merged."""
     if keys in REPLACED_COLLECTIONS or not isinstance(base, dict) or not isinstance(overlay, dict):
@@ -154,12 +193,28 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
         params = Params.model_validate(raw)
         for rule in PARAMS_RULES:
             faults += rule(params)
+        faults += _faults_of_keys_for_dvc(path)
     except ValidationError as error:
         faults = faults_of_validation_error(error, raw, Params)
     if not faults:
         return params
     distinct_faults = list(dict.fromkeys(faults))
     raise ParamsError("settings.faults", path=path, count=len(distinct_faults), faults=distinct_faults)
+
+
+def _faults_of_keys_for_dvc(path: Path) -> Iterator[Fault]:
+    """Yield a fault for each key that dvc.yaml refers to and that is missing or null in the params.yaml beside it.
+
+    DVC reads this file without defaults and stops at such a key.
+    """
+    dvc_file = path.with_name("dvc.yaml")
+    if path.name != "params.yaml" or not dvc_file.is_file():
+        return
+    values = read_yaml(path)
+    sections = {field.alias or name for name, field in Params.model_fields.items()}
+    for key in dict.fromkeys(REFERENCE.findall(dvc_file.read_text(encoding="utf-8"))):
+        if key.partition(".")[0] in sections and lookup(values, key) is None:
+            yield Fault("settings.no_key_for_dvc", key=key)
 
 
 # Profiles
@@ -169,7 +224,7 @@ def profile_files(folder: Path) -> Iterator[Path]:
     """Yield the profiles in a folder. YAML files without parameters, such as lists of questions, are skipped."""
     for path in sorted(folder.glob("*.yaml")):
         keys = read_yaml(path).keys()
-        if EXTENDS_KEY in keys or "paths" in keys:
+        if EXTENDS_KEY in keys or "ingest" in keys:
             yield path
 
 
@@ -230,14 +285,14 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
         ParamsError: the folder does not contain the profile, or the profile is invalid.
     """
     source = find_profile(name, folder)
-    values = resolve_profile(source)
+    values = complete_values(source)
     lines: list[str] = []
     old_values: dict[str, Any] | None = None
     if target.is_file():
         with suppress(ParamsError):  # an invalid file cannot be compared, but it is copied anyway
-            old_values = resolve_profile(target)
+            old_values = complete_values(target)
         if not is_unedited(target):
-            values_of_profiles = [resolve_profile(path) for path in profile_files(folder)]
+            values_of_profiles = [complete_values(path) for path in profile_files(folder)]
             if old_values not in values_of_profiles:
                 copy = back_up(target)
                 lines.append(f"{target} differs from every profile; a copy of it is {copy}")
@@ -269,21 +324,48 @@ def back_up(target: Path) -> Path:
 
 
 def resolved_text(source: Path) -> str:
-    """Return the text of a profile, with all inherited values added. Complete files are returned unchanged.
+    """Return the complete parameters of a profile as YAML. The comment above each value describes it.
 
-    The text begins with a digest, by which later edits are detected, and the comment at the top of the profile. Each
-    section is a paragraph.
+    The text begins with a digest, by which later edits are detected, and the comment at the top of the profile.
     """
-    text = source.read_text(encoding="utf-8")
-    if EXTENDS_KEY not in read_yaml(source):
-        return text
-    comment_lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True))
-    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS_HINT}\n"
-    sections = []
-    for key, value in resolve_profile(source).items():
-        sections.append(yaml.safe_dump({key: value}, sort_keys=False, width=118))
-    body = "#\n" + "".join(comment_lines) + "\n" + "\n".join(sections)
+    head = itertools.takewhile(lambda line: line.startswith("#"), source.read_text(encoding="utf-8").splitlines())
+    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it.\n"
+    parameters = format_params(complete_values(source), _comments_of_profile(source))
+    body = "\n".join(["#", *head, "", parameters])
     return f"{title}# Digest of the lines below: {_digest_text(body)}\n{body}"
+
+
+def _comments_of_profile(source: Path) -> dict[Keys, str]:
+    """Return the comments behind the values of a profile and of the files that it extends.
+
+    The comment of an inherited value is left out if the profile sets another value.
+    """
+    values = read_yaml(source)
+    comments = comments_in(source.read_text(encoding="utf-8"))
+    base_name = values.get(EXTENDS_KEY)
+    if base_name is None:
+        return comments
+    replaced_keys = set(_replaced_keys(values))
+    for keys, comment in _comments_of_profile(source.parent / f"{base_name}.yaml").items():
+        outer_keys = {keys[:length] for length in range(1, len(keys) + 1)}
+        if outer_keys.isdisjoint(replaced_keys):
+            comments.setdefault(keys, comment)
+    return comments
+
+
+def _replaced_keys(values: Mapping[str, Any], keys: Keys = ()) -> Iterator[Keys]:
+    """Yield the keys of the inherited values that a profile replaces as a whole.
+
+    Args:
+        values: values of the profile.
+        keys: keys that lead to these values.
+    """
+    for key, value in values.items():
+        keys_of_value = (*keys, str(key))
+        if isinstance(value, Mapping) and keys_of_value not in REPLACED_COLLECTIONS:
+            yield from _replaced_keys(value, keys_of_value)
+        else:
+            yield keys_of_value
 
 
 def _digest_text(text: str) -> str:

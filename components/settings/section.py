@@ -20,6 +20,11 @@ from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCu
 from m3diff.records.errors import CodedError, Fault, ValueFault
 from m3diff.records.errors import ParamsError as ParamsError  # re-exported for code that uses sections
 
+# Keys of earlier releases, with the fault that says what replaces them
+OLD_KEYS = {
+    "references_per_pair": Fault("settings.renamed_key", name="references_per_question"),
+    "all_ask_what_changed": Fault("settings.questions_are_read"),
+}
 NUMBER_TYPES = (int, float, int | None, float | None)
 
 
@@ -152,6 +157,8 @@ def faults_of_validation_error(error: ValidationError, raw: Any, section: Any, k
     """
     faults = []
     for details in error.errors():
+        if details["type"] == "default_factory_not_called":
+            continue  # a default that depends on other values, which have faults of their own
         keys, known_keys = _keys_of_fault(details["loc"], raw, section)
         fault = _fault_of_value(details, keys, known_keys)
         all_keys = [key, *keys] if key else keys
@@ -171,6 +178,8 @@ def _fault_of_value(details: ErrorDetails, keys: list[str], known_keys: set[str]
     if rule == "missing":
         return Fault("settings.missing_key")
     if rule in ("extra_forbidden", "unexpected_keyword_argument"):
+        if keys[-1] in OLD_KEYS:
+            return OLD_KEYS[keys[-1]]
         return Fault("settings.unknown_key", **fields_of_name(keys[-1], known_keys))
     error = details.get("ctx", {}).get("error")
     if isinstance(error, CodedError):
@@ -210,23 +219,23 @@ def _keys_of_fault(loc: tuple[Any, ...], raw: Any, section: Any) -> tuple[list[s
     known_keys = set[str]()
     for step in loc:
         is_kind = len(candidates) > 1 and isinstance(raw, Mapping) and step == raw.get("kind")
-        candidates = _narrow_types(candidates, raw)
+        candidates = narrow_types(candidates, raw)
         if is_kind or str(step).startswith("["):
             continue
         keys.append(str(step))
         known_keys = set()
         types_of_value: list[Any] = []
         for candidate in candidates:
-            fields = _field_types(candidate)
+            fields = field_types(candidate)
             known_keys |= fields.keys()
-            types_of_value += _sections_in(fields.get(step))
+            types_of_value += sections_in(fields.get(step))
         candidates = types_of_value or candidates
         has_value = (isinstance(raw, Mapping) and step in raw) or (isinstance(raw, list) and isinstance(step, int))
         raw = raw[step] if has_value else None
     return keys, known_keys
 
 
-def _narrow_types(candidates: list[Any], raw: Any) -> list[Any]:
+def narrow_types(candidates: list[Any], raw: Any) -> list[Any]:
     """Return the candidate types that match a value's `kind`, or all candidates if none matches.
 
     For an entry of `models`, the key `family` determines the type.
@@ -239,22 +248,22 @@ def _narrow_types(candidates: list[Any], raw: Any) -> list[Any]:
     kind = raw.get("kind") if isinstance(raw, Mapping) else None
     matching_candidates = []
     for candidate in candidates:
-        if kind in get_args(_field_types(candidate).get("kind")):
+        if kind in get_args(field_types(candidate).get("kind")):
             matching_candidates.append(candidate)
     return matching_candidates or candidates
 
 
-def _sections_in(annotation: Any) -> list[Any]:
+def sections_in(annotation: Any) -> list[Any]:
     """Return the sections and dataclasses in an annotation such as `dict[str, Source]` or `MDPConfig | None`."""
-    if _field_types(annotation) or hasattr(annotation, "settings_class"):
+    if field_types(annotation) or hasattr(annotation, "settings_class"):
         return [annotation]
     sections = []
     for argument in (*getattr(annotation, "__args__", ()), *getattr(annotation, "__metadata__", ())):
-        sections += _sections_in(argument)
+        sections += sections_in(argument)
     return sections
 
 
-def _field_types(section: Any) -> dict[str, Any]:
+def field_types(section: Any) -> dict[str, Any]:
     """Return the annotations of the fields of a section or dataclass by key, or an empty mapping for any other type."""
     if not isinstance(section, type):
         return {}

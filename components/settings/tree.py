@@ -1,17 +1,20 @@
 """The type of all parameters, with one section per stage. `load.py` reads them from `params.yaml`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, TypeAdapter
-from pydantic_core import core_schema
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic_core import InitErrorDetails, core_schema
 
+from m3diff.datasets import DATASETS
 from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.models import FAMILIES
+from m3diff.records.errors import Fault, ValueFault
+from m3diff.scoring.protocols import list_protocols
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
-from m3diff.settings.section import Section, name_validator
+from m3diff.settings.section import Section, fields_of_name, name_validator
 from m3diff.stages.augment.params import AnySyntheticDataset
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.evaluate.params import Evaluate
@@ -26,25 +29,25 @@ from m3diff.stages.validate.params import Validate
 class Paths(Section):
     """Folders that the stages write. Their names are numbered, so that a listing shows them in order."""
 
-    base: Path
+    base: Path = Path("data/00_base")
     """Tiny base model, written by `pretrain`."""
 
-    records: Path
+    records: Path = Path("data/02_records")
     """Records of each dataset, written by `ingest`."""
 
-    clean: Path
+    clean: Path = Path("data/03_clean")
     """Clean records, quarantine and web page, written by `validate`."""
 
-    mixture: Path
+    mixture: Path = Path("data/04_mixture")
     """Question-answer samples by split, written by `convert`."""
 
-    model: Path
+    model: Path = Path("data/05_model")
     """Checkpoint, exported by `train`."""
 
-    predictions: Path
+    predictions: Path = Path("data/06_predictions")
     """Captions of the test pairs, written by `predict`."""
 
-    report: Path
+    report: Path = Path("data/07_report")
     """Scores and report, written by `evaluate`."""
 
 
@@ -59,60 +62,104 @@ class TypedByFamily:
 
     @staticmethod
     def settings_class(entry: Any) -> type[Any]:
-        """Return the settings class of the entry's family."""
-        return FAMILIES[_Family.model_validate(entry).family].settings
+        """Return the settings class of the entry's family. An entry is a mapping, or already has this class."""
+        return FAMILIES[_Family.model_validate(entry, from_attributes=True).family].settings
+
+    @classmethod
+    def validate_entry(cls, entry: Any) -> Any:
+        """Return the settings of an entry, with a learning rate and a delay for every part of the family.
+
+        Raises:
+            ValidationError: a value is invalid, or a key of the rates or delays is not a part of the family.
+        """
+        settings = TypeAdapter(cls.settings_class(entry)).validate_python(entry)
+        faults = list(faults_of_parts(settings))
+        if faults:
+            raise ValidationError.from_exception_data(type(settings).__name__, faults)
+        return FAMILIES[settings.family].complete_settings(settings)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        return core_schema.no_info_plain_validator_function(
-            lambda entry: TypeAdapter(self.settings_class(entry)).validate_python(entry)
-        )
+        return core_schema.no_info_plain_validator_function(self.validate_entry)
+
+
+def faults_of_parts(settings: Any) -> Iterator[InitErrorDetails]:
+    """Yield pydantic's details of a fault for each key of the rates or delays that is not a part of the family."""
+    values_by_part: dict[tuple[str, ...], Mapping[str, Any]] = {
+        ("rates",): settings.rates,
+        ("delays",): settings.delays,
+    }
+    if settings.align is not None:
+        values_by_part["align", "rates"] = settings.align.rates
+    parts = FAMILIES[settings.family].parts
+    for keys, values in values_by_part.items():
+        for part in values:
+            if part not in parts:
+                fault = Fault("settings.unknown_part", family=settings.family, **fields_of_name(part, parts))
+                yield InitErrorDetails(
+                    type="value_error", loc=(*keys, part), input=values[part], ctx={"error": ValueFault(fault)}
+                )
+
+
+def gate_by_first_protocol(values: Mapping[str, Any]) -> Promote:
+    """Return the section `promote` of parameters without this section.
+
+    Args:
+        values: the valid sections before this section, by name. They include `ingest`.
+    """
+    dataset, entry = next(iter(values["ingest"].datasets.items()))
+    main_protocol = list_protocols(dataset, DATASETS[entry.reader])[0]
+    return Promote(protocol=f"{dataset}/{main_protocol.name}")
 
 
 class Params(Section):
-    """All parameters of a run."""
+    """All parameters of a run.
 
-    paths: Paths
+    `Params(ingest=..., models=..., train=...)` is enough, because all other sections have defaults.
+    """
+
+    paths: Paths = Paths()
     """Folders that the stages write."""
 
     models: Mapping[str, Annotated[Any, TypedByFamily()]]
     """Settings of models, by name. `train.model` names the entry to train."""
 
-    pretrain: Pretrain
+    pretrain: Pretrain = Pretrain()
     """Tiny base model from which the embedded run starts."""
 
-    synthesize: Mapping[str, MiniChange]
+    synthesize: Mapping[str, MiniChange] = Field(default_factory=dict)
     """Generated datasets, by name."""
 
-    augment: Mapping[str, AnySyntheticDataset]
-    """Synthetic datasets, which are made from other raw datasets, by name."""
+    augment: Mapping[str, AnySyntheticDataset] = Field(default_factory=dict)
+    """Synthetic datasets, which are made from other raw datasets, by name. docs/made-data.md describes them."""
 
     ingest: Ingest
     """Datasets of the run."""
 
-    validate_: Validate = Field(alias="validate")
+    validate_: Validate = Field(default=Validate(), alias="validate")
     """Limits above which rows, images or all of the data are rejected."""
 
-    convert: Convert
+    convert: Convert = Field(default_factory=Convert)
     """Selection of samples for the training mixture."""
 
     train: Train
     """Training settings that affect the weights. Training settings that do not are in `compute`."""
 
-    predict: Predict
+    predict: Predict = Predict()
     """How the test pairs are captioned."""
 
-    evaluate: Evaluate
+    evaluate: Evaluate = Evaluate()
     """Metrics and the report."""
 
-    register_: Register = Field(alias="register")
+    register_: Register = Field(default=Register(), alias="register")
     """Where model versions are stored."""
 
-    promote: Promote
-    """When a challenger replaces the champion."""
+    promote: Promote = Field(default_factory=gate_by_first_protocol)
+    """When a challenger replaces the champion. If this section is left out, versions are compared on the first protocol
+    of the first dataset in `ingest.datasets`."""
 
-    serve: Serve
+    serve: Serve = Serve()
     """Batching and limits of the HTTP server."""
 
-    compute: Compute
+    compute: Compute = Compute()
     """How a run is computed. DVC does not watch this section. It does not affect the trained weights, but if
     `train.export` is `best`, its intervals and number of captioned pairs determine which checkpoint is exported."""

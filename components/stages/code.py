@@ -10,7 +10,7 @@ from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
 from m3diff.provenance.code import DIGEST_FOLDER, PACKAGE_FOLDER, digest_code
 from m3diff.records.files import write_atomic
-from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.metrics import METRICS, choose_metrics
 from m3diff.settings.tree import Params
 
 
@@ -36,7 +36,7 @@ def modules_by_stage(params: Params) -> dict[str, list[str]]:
     readers = {name: DATASETS.modules[entry.reader] for name, entry in params.ingest.datasets.items()}
     all_readers = sorted(set(readers.values()))
     family = FAMILIES.modules[params.models[params.train.model].family]
-    metrics = [METRICS.modules[name] for name in params.evaluate.metrics]
+    metrics = [METRICS.modules[name] for name in choose_metrics(params.evaluate.metrics)]
     modules: dict[str, list[str]] = {"pretrain": []}
     for name in params.synthesize:
         modules[f"synthesize@{name}"] = [readers[name]]

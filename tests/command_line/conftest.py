@@ -56,7 +56,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with the embedded profile, its base's configuration and its raw folder; the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(REPOSITORY / "profiles", "profiles")
-    shutil.copy("profiles/embedded.yaml", "params.yaml")
+    shutil.copy(REPOSITORY / "params.yaml", "params.yaml")
     Path("data/00_base").mkdir(parents=True)
     shutil.copy(REPOSITORY / "data/00_base/config.json", "data/00_base")
     Path("data/01_raw/minichange").mkdir(parents=True)

@@ -1,5 +1,6 @@
 """Every command through `main([...])`: which function it calls, with which arguments, what it prints."""
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.stages.train.toy import write_mixture
 from tests.tiny import noise_image
 from tests.toy import REPOSITORY
 
-PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
+PARAMS = load_params(REPOSITORY / "params.yaml")
 ENTRIES = PARAMS.ingest.datasets
 IMAGE_CACHE = Path("runs/image_cache.parquet")
 
@@ -476,6 +477,14 @@ def test_plan_prints_both_phases_and_then_checks_their_memory(monkeypatch, capsy
     ]
 
 
+def test_plan_assumes_the_share_of_the_peak_that_the_docs_name(monkeypatch):
+    recorder = record_plan(monkeypatch, Result(), None, check=None)
+    page = (REPOSITORY / "docs" / "your-data.md").read_text(encoding="utf-8")
+    (percent,) = re.findall(r"the hours assume that the GPU runs at (\d+) % of", page)
+    assert main(["--params", "profiles/paper.yaml", "plan", "--gpu", "H100-80GB"]) == 0
+    assert dict(recorder.calls)["print_plan"]["hfu"] == int(percent) / 100
+
+
 @pytest.mark.parametrize(
     ("profile", "gpu_kind", "code"), [("embedded", None, 0), ("paper", "A100-40GB", 2), ("embedded-gpu", None, 0)]
 )
@@ -491,7 +500,7 @@ def test_plan_refuses_what_does_not_fit_if_the_gpu_is_known(profile, gpu_kind, c
 def test_profile_writes_the_parameter_file_that_is_named(project):
     assert main(["--params", "mine.yaml", "profile", "paper"]) == 0
     assert load_params(Path("mine.yaml")) == load_params(Path("profiles/paper.yaml"))
-    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
+    assert (project / "params.yaml").read_text() == (REPOSITORY / "params.yaml").read_text()
     assert list(project.glob("*.bak-*")) == []
 
 

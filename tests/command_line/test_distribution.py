@@ -13,6 +13,7 @@ from m3diff.command_line.distribution import describe_version, find_profiles_fol
 from m3diff.provenance import git as git_module
 from m3diff.records import installation
 from m3diff.records.errors import Fault
+from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from tests.errors import Message, raises
 from tests.toy import REPOSITORY
@@ -128,7 +129,7 @@ def test_a_command_for_one_s_own_images_falls_back_on_the_embedded_profile(comma
 
 @pytest.mark.parametrize("command", OPTIONAL)
 def test_a_command_for_one_s_own_images_takes_a_parameter_file_that_exists(command, outside):
-    text = (REPOSITORY / "profiles" / "embedded.yaml").read_text()
+    text = (REPOSITORY / "params.yaml").read_text()
     Path("params.yaml").write_text(text.replace("epochs: 2.7", "epochs: 3"))
     assert load_parameters(Path("params.yaml"), COMMANDS[command].load()).train.epochs == 3
 
@@ -144,7 +145,7 @@ def test_a_parameter_file_that_is_named_must_exist(outside):
 def test_in_a_wheel_the_profiles_are_its_own(outside, wheel_profiles):
     assert find_profiles_folder() == wheel_profiles
     assert main(["profile", "embedded"]) == 0
-    assert Path("params.yaml").read_text() == (wheel_profiles / "embedded.yaml").read_text()
+    assert load_params(Path("params.yaml")) == load_params(wheel_profiles / "embedded.yaml")
 
 
 def test_a_folder_of_profiles_in_the_working_directory_comes_before_the_wheel_s(outside, wheel_profiles):

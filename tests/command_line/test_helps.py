@@ -16,7 +16,7 @@ from tests.toy import REPOSITORY
 
 DVC_STAGES = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
 STAGES = [*DVC_STAGES, "register", "promote"]
-PARAMS = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
+PARAMS = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
 EXAMPLES = [(name, line) for name in COMMANDS for line in COMMANDS[name].load().examples]
 
 

@@ -146,7 +146,7 @@ def test_usage_errors_exit_with_two_and_name_the_argument(typed, message, capsys
 
 def test_a_word_that_begins_with_a_dash_is_an_argument_after_two_dashes():
     arguments = parse(["caption", "--", "-before.png", "-after.png"], COMMANDS, "")
-    assert arguments.before == Path("-before.png")
+    assert arguments.image == Path("-before.png")
     assert arguments.after == Path("-after.png")
 
 

@@ -20,6 +20,7 @@ def ingest_report(**changes: Any) -> IngestReport:
         "empty_references": 0,
         "faults": 0,
         "unread_images": 0,
+        "repeated_questions": 0,
     }
     return IngestReport(**fields | changes)
 

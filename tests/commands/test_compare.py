@@ -12,8 +12,10 @@ import pytest
 from m3diff.commands.compare import compare, format_table
 from m3diff.records.errors import DataError
 from m3diff.report.tables import Table
+from m3diff.scoring import run as scoring_run
+from m3diff.stages.evaluate.stage import evaluate
 from tests.errors import raises
-from tests.scoring import bench
+from tests.scoring import bench, questions
 from tests.scoring.bench import gallery_of, page_content, table, write_scores
 
 
@@ -97,7 +99,7 @@ def test_runs_on_different_pairs_are_refused(runs, tmp_path):
 def test_pairs_that_are_no_test_pairs_here_are_refused(runs, tmp_path):
     unknown = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in bench.pairs(runs)]
     first_folder, second_folder = (write_scores(page_content(runs, unknown), tmp_path / name) for name in ("a", "b"))
-    path = runs / "clean" / "records.parquet"
+    path = runs / "clean" / "records"
     refuse(runs, first_folder, second_folder, tmp_path, "compare.unknown_pairs", path=path, name="toy/90")
 
 
@@ -115,3 +117,33 @@ def test_a_file_without_the_columns_of_scores_is_refused(runs, tmp_path):
     pq.write_table(pa.table({"id": ["toy/0"]}), tmp_path / "other" / "scores.parquet")
     path = tmp_path / "other" / "scores.parquet"
     refuse(runs, runs / "first", tmp_path / "other", tmp_path, "compare.unreadable_scores", path=path)
+
+
+def test_answers_are_compared_by_kind_of_question(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring_run, "tokenise", lambda texts, limit_s: {text: text for text in texts})
+    folders = questions.write(tmp_path)
+    evaluate(bench.config(metrics=("CIDEr",)), bench.compute(), *folders, tmp_path / "first")
+    answers = {f"toy/{name}": item.references[0] for name, item in questions.RECORDS.items()}
+    bench.write_json(folders.predictions / "predictions.json", bench.as_file(answers))
+    evaluate(bench.config(metrics=("CIDEr",)), bench.compute(), *folders, tmp_path / "second")
+    scores = texts_by_score(run(tmp_path, tmp_path)["toy/test"])
+    assert scores["exact_match"] == ["33.3", "100.0", "+66.7"]
+    assert scores["exact_match, count"] == ["0.0", "100.0", "+100.0"]
+    assert scores["number_accuracy, count"] == ["50.0", "100.0", "+50.0"]
+    assert "yes_no_accuracy, count" not in scores
+    assert "CIDEr, describe" not in scores
+    entries = {entry["id"]: entry for entry in gallery_of((tmp_path / "compare.html").read_text())["pairs"]}
+    assert entries["toy/0?0"]["question"] == "How many cubes are there?"
+    assert [caption["grade"] for caption in entries["toy/0?0"]["captions"]] == [1, 2]
+    assert entries["toy/none"]["images"] == []
+
+
+def test_a_run_of_an_earlier_release_has_no_kinds(runs, tmp_path):
+    for name in ("first", "second"):
+        scores = pq.read_table(runs / name / "scores.parquet").drop_columns(["question", "kind"])
+        (tmp_path / name).mkdir()
+        pq.write_table(scores, tmp_path / name / "scores.parquet")
+    tables = compare(
+        tmp_path / "first", tmp_path / "second", runs / "records", runs / "clean", tmp_path / "compare.html"
+    )
+    assert texts_by_score(tables["toy/test"])["change_type_accuracy"] == ["66.7", "0.0", "-66.7"]

@@ -21,6 +21,7 @@ from m3diff.commands.score.task import ScoringTask, find_task
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.records.errors import DataError, Fault, ParamsError
+from m3diff.records.tables import write_table
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.metrics import METRICS, Metric, MetricScores
@@ -28,7 +29,8 @@ from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.metrics.spice import check_spice
 from m3diff.scoring.published import published_rows
 from tests.errors import Message, raises
-from tests.layouts import run_ingest, write_clevr, write_json
+from tests.layouts import run_ingest, write_clevr, write_json, write_record_table
+from tests.scoring import questions
 from tests.scoring.bench import GRAMMAR, PUBLISHED, REAL, fake_java, needs_real
 
 
@@ -513,13 +515,13 @@ def test_a_new_metric_is_computed_if_captions_are_all_that_it_needs(fields, is_c
     metric = Metric(lambda pairs, groups, inputs: MetricScores({}, {}), "new", ("new",), **fields)
     monkeypatch.setitem(METRICS.data, "new", metric)
     computed_names = list(find_computable_metrics(References({}), spice_dir=None))
-    assert computed_names == ["CIDEr", "METEOR", "ROUGE-L", "BLEU", *(["new"] if is_computed else [])]
+    assert computed_names == ["answers", "CIDEr", "METEOR", "ROUGE-L", "BLEU", *(["new"] if is_computed else [])]
 
 
 def test_a_grammar_and_the_folder_of_spice_add_the_metrics_that_need_them():
     references = References({}, grammar=Grammar(GRAMMAR))
     computed_names = list(find_computable_metrics(references, spice_dir=Path("spice")))
-    assert computed_names == ["CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy"]
+    assert computed_names == ["answers", "CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy"]
 
 
 def test_groups_that_have_pairs_have_scores(clevr, tmp_path):
@@ -533,11 +535,11 @@ def test_ingests_records_give_the_scores_of_the_datasets_own_folder(clevr, tmp_p
     predictions = write(tmp_path / "p.json", CLEVR | DISTRACTORS)
     total = score(predictions, "clevr_change", "total", data=clevr)
     run_ingest(clevr)
-    records = tmp_path / "records/mini/records.parquet"
+    records = tmp_path / "records/mini/records"
     table = pq.read_table(records)
     rows = table.to_pylist()
     row_with_a_fault = rows[0] | {"id": None, "split": "test"}
-    pq.write_table(pa.Table.from_pylist([*rows, row_with_a_fault], schema=table.schema), records)
+    write_table(pa.Table.from_pylist([*rows, row_with_a_fault], schema=table.schema), records)
     write(predictions, {f"mini/{name}": text for name, text in (CLEVR | DISTRACTORS).items()})
     report = score(predictions, "clevr_change", data=records)
     assert report == score(predictions, "clevr_change", data=records.parent)
@@ -985,3 +987,77 @@ def test_columns_that_may_name_splits_are_noted_and_all_rows_are_used(tmp_path):
     assert len(matched.pairs) == 2
     (note,) = matched.notes
     assert "set" in note
+
+
+# Answers to questions
+
+QUESTIONS = """before,after,question,answer,question_type
+a/1.png,b/1.png,How many lamps are there?,2,count
+a/1.png,b/1.png,Is it dark?,yes,state
+a/1.png,b/1.png,Is it dark?,true,state
+a/2.png,b/2.png,Is it dark?,no,state
+"""
+
+
+def score_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: Any, table: str) -> ScoreReport:
+    monkeypatch.setattr("m3diff.commands.score.require_java", lambda: None)
+    references = write(tmp_path / "questions.csv", table)
+    return score(write(tmp_path / "answers.json", answers), references=references)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("1?0", "1?1", "2"), ("1-1-row-00001", "1-1-row-00002", "2")],
+    ids=["as ingest calls them", "as caption calls them"],
+)
+def test_each_question_of_a_table_is_scored(names, tmp_path, monkeypatch):
+    answers = dict(zip(names, ["There are two.", "Yes!", "yes"], strict=True))
+    report = score_answers(tmp_path, monkeypatch, answers, QUESTIONS)
+    assert report.faults == []
+    assert report.pairs == 3
+    assert report.references == 4
+    assert report.scores["exact_match"] == 1 / 3
+    assert report.scores["number_accuracy"] == 1.0
+    assert report.scores["yes_no_accuracy"] == 1 / 2
+    assert report.by_group["by_kind/state"]["exact_match"] == 1 / 2
+    assert report.by_group["by_kind/count"]["pairs"] == 1
+    assert report.scores["CIDEr"] is None
+    assert "short answers" in report.absent["CIDEr"]
+    lines = [line.split() for line in report.lines()]
+    assert ["state", "2", "50.0", "50.0", "–"] in lines
+    assert ["all", "questions", "3", "33.3", "50.0", "100.0"] in lines
+    assert not any(line[:1] == ["questions"] for line in lines)
+
+
+def test_predictions_name_questions_by_their_own_ids(tmp_path, monkeypatch):
+    table = "image,question_id,question,answer\na.png,7,Is it?,yes\na.png,8,Is it not?,no\n"
+    answers = [{"question_id": 8, "answer": "no"}, {"question_id": 7, "answer": "no"}]
+    report = score_answers(tmp_path, monkeypatch, answers, table)
+    assert report.scores["exact_match"] == 1 / 2
+    assert report.by_group == {}, "no kind is known"
+
+
+def test_a_missing_answer_to_one_of_two_questions_is_a_fault(tmp_path, monkeypatch):
+    with raises(DataError, "score.faults_not_allowed") as refused:
+        score_answers(tmp_path, monkeypatch, {"1?0": "2", "2": "no"}, QUESTIONS)
+    (fault,) = refused.value.fields["faults"]
+    assert fault.code == "score.ids_missing"
+    assert fault.fields["names"] == ["1?1"]
+
+
+def test_a_table_without_questions_has_no_score_of_answers(tmp_path):
+    references = find_references(task("own"), write(tmp_path / "pairs.csv", OWN_TABLES["documented columns"]), None)
+    assert {pair.question for pair in references.pairs.values()} == {None}
+
+
+@pytest.mark.parametrize("folder", ["02_records/toy", "02_records/toy/records"])
+def test_the_records_of_ingest_give_the_scores_of_answers_without_a_benchmark(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3diff.commands.score.require_java", lambda: None)
+    records = {name: item for name, item in questions.RECORDS.items() if item.kind == "count"}
+    rows = [questions.make_row(tmp_path, name, item) for name, item in records.items()]
+    write_record_table(tmp_path / "02_records/toy/records", rows)
+    answers = write(tmp_path / "p.json", {f"toy/{name}": item.prediction for name, item in records.items()})
+    report = score(answers, data=tmp_path / folder)
+    assert report.dataset == "toy"
+    assert report.scores["number_accuracy"] == 1 / 2
+    assert report.by_group["by_kind/count"]["number_accuracy"] == 1 / 2

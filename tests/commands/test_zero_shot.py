@@ -12,19 +12,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.commands.zero_shot import PROMPT, ZeroShotRequest, ZeroShotResult, caption_of, zero_shot
+from m3diff.commands.zero_shot import (
+    PROMPT,
+    QUESTION_PROMPT,
+    ZeroShotRequest,
+    ZeroShotResult,
+    caption_of,
+    question_about,
+    zero_shot,
+)
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.endpoint import client, url
 from m3diff.endpoint.answers import EndpointAnswer, OtherServerError
 from m3diff.endpoint.transport import EndpointError
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.sample import ImageRef, Turn
 from m3diff.records.schemas import SAMPLE_SCHEMA
+from m3diff.records.tables import read_table
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.stages.evaluate.stage import evaluate
+from m3diff.stages.predict.stage import PredictionItem
 from tests.chat import Fault as ServerFault
 from tests.chat import Server, chat_server
 from tests.errors import raises
+from tests.layouts import write_record_table
 from tests.scoring import bench
 
 REFUSED = {"content": None, "refusal": "I will not say."}
@@ -45,9 +57,11 @@ def folders(tmp_path: Path) -> bench.Folders:
     """The bench with its mixture, in another order than the records, each pair with a question of its own."""
     folders = bench.write(tmp_path)
     rows = []
-    for record in pq.read_table(folders.clean / "records.parquet", filters=[("split", "=", "test")]).to_pylist():
+    for record in pq.read_table(folders.clean / "records", filters=[("split", "=", "test")]).to_pylist():
         fields = {
             "record": record["id"],
+            "image_set": record["image_set"],
+            "history": record["history"],
             "dataset": record["dataset"],
             "split": record["split"],
             "images": record["images"],
@@ -100,6 +114,49 @@ def test_both_images_go_in_one_message_with_the_pair_s_own_question(server, fold
         assert body["model"] == "a/model"
         assert body["temperature"] == 0
         assert "max_tokens" not in body
+
+
+def set_own_questions(folders: bench.Folders, questions: dict[str, str]) -> None:
+    """Give records questions of their own, as validate writes them."""
+    records = read_table(folders.clean / "records").to_pylist()
+    for record in records:
+        record["question"] = questions.get(record["id"])
+    write_record_table(folders.clean / "records", records)
+
+
+def test_only_the_question_of_a_record_is_sent_with_the_prompt_for_short_answers(server, folders, tmp_path):
+    set_own_questions(folders, {"toy/1": "What changed in pair 1?", "toy/6": "of the train split"})
+    run(tmp_path, make_request(server))
+    own_texts = [text for text in server.texts if "pair 1?" in text]
+    assert own_texts == [QUESTION_PROMPT.replace("{question}", "What changed in pair 1?")]
+    task_texts = [text for text in server.texts if "pair 1?" not in text]
+    assert sorted(task_texts) == [PROMPT.replace("{question}", f"What changed in pair {n}?") for n in (0, 2, 3, 4, 5)]
+
+
+def test_the_prompt_for_questions_is_that_of_the_request(server, folders, tmp_path):
+    set_own_questions(folders, {f"toy/{number}": "a" for number in range(6)})
+    run(tmp_path, make_request(server, question_prompt="{question} In French."))
+    assert min(server.texts) == "What changed in pair 0? In French."
+    assert make_request(server, question_prompt="a").default_folder(tmp_path) != make_request(server).default_folder(
+        tmp_path
+    )
+
+
+TURNS = (Turn("Is it red?", "Yes."), Turn("Why?"))
+ITEMS = {
+    "a pair": (PredictionItem("a", (ImageRef("1.png"), ImageRef("2.png")), TURNS[1:]), PROMPT),
+    "one image": (PredictionItem("a", (ImageRef("1.png"),), TURNS[1:]), QUESTION_PROMPT),
+    "no image": (PredictionItem("a", (), TURNS[1:]), QUESTION_PROMPT),
+    "an own question": (PredictionItem("own", (ImageRef("1.png"), ImageRef("2.png")), TURNS), QUESTION_PROMPT),
+}
+
+
+@pytest.mark.parametrize(("item", "prompt"), ITEMS.values(), ids=ITEMS)
+def test_the_prompt_about_two_images_is_only_for_pairs_and_the_task(item, prompt):
+    question = question_about(ZeroShotRequest("http://127.0.0.1/v1", "m"), item, {"own"})
+    assert question.text == prompt.replace("{question}", "Why?")
+    assert question.images == tuple(Path(image.uri) for image in item.images)
+    assert question.history == item.turns[:-1]
 
 
 def test_the_default_prompt_asks_for_one_plain_sentence():

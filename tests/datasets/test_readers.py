@@ -382,7 +382,7 @@ def test_validate_keeps_the_good_pairs_of_a_dataset(validated, reader):
 @pytest.mark.slow
 def test_the_only_leaked_pair_of_iedit_is_quarantined_with_its_reason(validated):
     folder, _ = validated
-    rows = pl.read_parquet(folder / "clean/quarantine.parquet").select("id", "rules", "reason").rows()
+    rows = pl.read_parquet(folder / "clean/quarantine").select("id", "rules", "reason").rows()
     reason = "leak: test pair iedit/Reddit_6 has the same images, so this pair is not used for training"
     assert [row for row in rows if row[0].startswith("iedit")] == [("iedit/Reddit_3", ["not_in_test"], reason)]
 
@@ -679,8 +679,6 @@ NO_PAIRS = [
     ({"images": "a", "x": "t"}, Fault("datasets.not_two_images", key="images", count=1, value="text 'a'")),
     ({"x": "t"}, Fault("datasets.not_two_images", key="images", count=0, value="null")),
     ({"images": ["a", "b"]}, Fault("datasets.missing_value", key="x")),
-    ({"images": ["a", "b"], "x": LLAVA[:1]}, Fault("datasets.not_one_answer", key="captions", value=0)),
-    ({"images": ["a", "b"], "x": LLAVA[1:] * 2}, Fault("datasets.not_one_answer", key="captions", value=2)),
 ]
 
 
@@ -794,7 +792,7 @@ def test_images_inside_parquet_are_written_beside_the_records_byte_by_byte(tmp_p
     assert [(row.references, row.fault) for row in rows] == [([*texts], None) for texts in ("ac", "b", "d", "e")]
     for _ in range(2):
         run_ingest(root, "pairs", "own", **options)
-        records = pl.read_parquet(tmp_path / "records/own/records.parquet")
+        records = pl.read_parquet(tmp_path / "records/own/records")
         assert records["fault"].to_list() == [None] * 4
         for pair, images_of_pair in zip(((1, 2), (3, 4), (5, 1), (6, 7)), records["images"], strict=True):
             assert [Path(image["uri"]).read_bytes() for image in images_of_pair] == [data[number] for number in pair]

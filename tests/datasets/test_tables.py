@@ -10,7 +10,7 @@ from m3diff.commands.score.predictions import read_predictions
 from m3diff.datasets.guess import guess_table
 from m3diff.datasets.tables import delimiter_of, find_image_columns, read_image_pairs, read_sample
 from m3diff.records.errors import DataError, Fault
-from m3diff.serving.caption import find_pairs
+from m3diff.serving.caption import find_inputs
 from tests.errors import raises
 
 # A German table, by the separator of its columns
@@ -41,9 +41,9 @@ TABLES = {
 def test_data_check_and_caption_read_the_same_tables(name, separator, first_line, encoding, tmp_path):
     table = write_table(tmp_path / name, separator, first_line, encoding)
     assert guess_table(tmp_path).options["columns"]["before"] == "Vorher"
-    (pair,) = find_pairs(table, None)
-    assert pair.before == tmp_path / "v/1.png"
-    assert pair.after == tmp_path / "n/1.png"
+    (pair,) = find_inputs(table, None)
+    assert pair.images[0] == tmp_path / "v/1.png"
+    assert pair.images[1] == tmp_path / "n/1.png"
     assert pair.name == "1"
 
 
@@ -75,7 +75,7 @@ def table_in_windows_1252(tmp_path: Path) -> Path:
 
 def test_another_encoding_is_refused_by_caption(table_in_windows_1252):
     with raises(DataError, "datasets.not_utf8", path=table_in_windows_1252, encoding="WINDOWS-1252"):
-        find_pairs(table_in_windows_1252, None)
+        find_inputs(table_in_windows_1252, None)
 
 
 def test_another_encoding_is_refused_by_data_check(table_in_windows_1252):
@@ -92,10 +92,10 @@ def test_images_inside_a_parquet_file_are_pairs_without_a_file_name(tmp_path):
     sides = {"input_image": images[::2], "edited_image": images[1::2]}
     columns = {name: pa.array(values, embedded) for name, values in sides.items()}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    pairs = find_pairs(tmp_path / "a.parquet", None)
+    pairs = find_inputs(tmp_path / "a.parquet", None)
     assert [pair.name for pair in pairs] == ["00001", "00002"]
-    assert [pair.before.read()[-1] for pair in pairs] == [0, 2]
-    assert [pair.after.read()[-1] for pair in pairs] == [1, 3]
+    assert [pair.images[0].read()[-1] for pair in pairs] == [0, 2]
+    assert [pair.images[1].read()[-1] for pair in pairs] == [1, 3]
 
 
 LISTED = {
@@ -110,9 +110,9 @@ LISTED = {
 @pytest.mark.parametrize(("name", "text"), LISTED.values(), ids=LISTED)
 def test_tables_in_json_are_read_as_data_check_reads_them(name, text, tmp_path):
     (tmp_path / name).write_text(text)
-    (pair,) = find_pairs(tmp_path / name, None)
-    assert pair.before == tmp_path / "x.png"
-    assert pair.after == tmp_path / "y.png"
+    (pair,) = find_inputs(tmp_path / name, None)
+    assert pair.images[0] == tmp_path / "x.png"
+    assert pair.images[1] == tmp_path / "y.png"
 
 
 def test_a_column_that_names_an_image_in_each_of_two_folders_is_a_template(tmp_path):
@@ -120,9 +120,9 @@ def test_a_column_that_names_an_image_in_each_of_two_folders_is_a_template(tmp_p
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "kitchen.png").touch()
     (tmp_path / "a.csv").write_text("scene;caption\nkitchen;the lamp is out\n")
-    (pair,) = find_pairs(tmp_path / "a.csv", None)
-    assert pair.before == tmp_path / "before/kitchen.png"
-    assert pair.after == tmp_path / "after/kitchen.png"
+    (pair,) = find_inputs(tmp_path / "a.csv", None)
+    assert pair.images[0] == tmp_path / "before/kitchen.png"
+    assert pair.images[1] == tmp_path / "after/kitchen.png"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,7 +20,7 @@ from m3diff.endpoint.answers import AnswerStore, EndpointAnswer
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from m3diff.provenance.git import git
-from m3diff.records import files
+from m3diff.records import files, tables
 from m3diff.records.files import write_atomic
 from m3diff.registry.decisions import Entry, append_decision
 from m3diff.stages.predict.stage import Journal, Prediction
@@ -33,7 +34,8 @@ from tests.toy import REPOSITORY
 
 RENAMED = {
     "components/records/files.py open_atomically": "here",
-    "components/records/files.py new_folder": "a command's output, whole or not there; the next makes it anew",
+    "components/records/files.py new_folder": "here: a table; a command's output, whole or not there",
+    "components/records/files.py remove_folder": "here: into a temporary folder, to be deleted",
 }
 """With a rename of their own, and where that is tested."""
 
@@ -51,6 +53,7 @@ PLAIN = {
     "components/records/files.py open_atomically": "see RENAMED",
     "components/records/copies.py copy_folder": "into a new folder, which its caller marks complete",
     "components/records/copies.py link_or_copy": "in a temporary folder",
+    "components/records/tables.py write_parts": "in a new folder, see RENAMED",
     "components/registry/tracking.py connect": "a lock",
     "flows/runtime.py write_to_worker_log": "a log",
     "flows/watch.py update_sources": "in a worktree, whose `.dvc` files are committed when all is copied",
@@ -178,6 +181,28 @@ def test_a_file_that_is_killed_while_it_is_written_is_the_old_or_the_new_one(tmp
     write_atomic(target, NEW)
     assert target.read_bytes() == NEW
     assert target.stat().st_mode & 0o777 == 0o644, "others read it, too"
+
+
+def write_numbers(table: Path, numbers: list[int]) -> None:
+    """Write a table of three parts."""
+    rows = pa.table({"image_set": [f"{number}" for number in numbers], "number": numbers})
+    tables.write_parts((rows.slice(start, 2) for start in (0, 2, 4)), table)
+
+
+def test_a_table_that_is_killed_while_it_is_written_is_never_there_without_some_of_its_parts(tmp_path: Path) -> None:
+    table = tmp_path / "records"
+    contents = []
+    modules = (files, tables, shutil)  # shutil, because an old table goes file by file
+    old = list(range(6, 12))
+    new = list(range(6))
+    write_numbers(table, old)
+    lines = killed_before_line(None, modules, lambda: write_numbers(table, new))
+    assert lines is not None
+    for number in range(0, lines, 7):
+        write_numbers(table, old)
+        assert killed_before_line(number, modules, lambda: write_numbers(table, new)) is None
+        contents.append(tables.read_table(table)["number"].to_pylist() if table.exists() else [])
+    assert {tuple(content) for content in contents} == {tuple(old), (), tuple(new)}
 
 
 STEPS = (2, 4)

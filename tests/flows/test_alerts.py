@@ -45,7 +45,7 @@ def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(check
     send_alert(log_lines.append, "a", "first", "text")
     send_alert(log_lines.append, "b", "second", "text")
     assert "first: the alert was not sent, because M3DIFF_NOTIFY does not work" in log_lines[0]
-    assert "2 alert(s) are kept" in log_lines[1]
+    assert "2 alerts are kept" in log_lines[1]
     listener.code = 200
     for _ in range(2):
         send_alert(log_lines.append, checkout=checkout)

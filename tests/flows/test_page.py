@@ -65,6 +65,11 @@ def test_the_page_names_the_overrides_and_how_the_training_began(run_record):
     assert "- start from the champion, replay 0.25" in lines
 
 
+def test_the_page_has_the_notes_of_the_checks_before_the_run(run_record):
+    run_record.notes = ["the data ask other questions"]
+    assert "- note: the data ask other questions" in list(report.page_lines(run_record, PARAMS))
+
+
 CURVES = "step,loss,lr_llm,val_cider\n1,4.0,0.1,\n2,1.0,0.2,0.5\n"
 
 

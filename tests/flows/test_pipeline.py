@@ -49,6 +49,7 @@ class Pipeline:
             "git": lambda *arguments: self.git.append(arguments),
             "load_params": lambda path: "the parameters",
             "prepare_run": self.prepare_run,
+            "notes_on_questions": lambda params: ["other questions"],
             "reproduce": lambda stage, current, return_state: self.task((stage, current), name=stage),
             "push_data": lambda return_state: self.task("push"),
             "register_model": self.register,
@@ -118,6 +119,7 @@ Reason: asked for"""
     assert state.name == "Rejected"
     assert state.message == "ingest@a ran, ingest@b ran, train restored, push ran, register ran, promote rejected"
     assert fake_pipeline.pages == [("Rejected", None)]
+    assert "preflight: note: other questions" in fake_pipeline.log_lines
     assert fake_pipeline.flow_run_of_register == name, "the version and the record know the flow run"
     assert M3DIFF_FLOW_RUN_VARIABLE not in os.environ
 

@@ -68,7 +68,7 @@ def write_file(path: Path) -> Path:
 
 
 def records_of(root: Path) -> list[dict]:
-    return pq.read_table(root / "records/mine/records.parquet").to_pylist()
+    return pq.read_table(root / "records/mine/records").to_pylist()
 
 
 @pytest.fixture(autouse=True)

@@ -41,18 +41,20 @@ def unpacked(root: Path) -> Path:
 
 
 def remove_unknown_params(file: Path) -> None:
-    """Remove the parameters that do not exist any more, as the error message asks a person to do."""
+    """Remove the parameters that do not exist any more, and rename others, as the error message asks a person to do."""
     values = yaml.safe_load(file.read_text())
     with pytest.raises(ParamsError) as refused:
         load_params(file)
     for fault in refused.value.fields["faults"]:
-        if fault.code != "settings.unknown_key":
+        if fault.code not in ("settings.unknown_key", "settings.renamed_key"):
             continue
         *sections, key = fault.fields["key"].split(".")
         section = values
         for name in sections:
             section = section[name]
-        del section[key]
+        value = section.pop(key)
+        if fault.code == "settings.renamed_key":
+            section[fault.fields["name"]] = value
     file.unlink()
     file.write_text(yaml.safe_dump(values, sort_keys=False))
     load_params(file)

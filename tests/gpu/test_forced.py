@@ -127,7 +127,7 @@ def test_a_micro_batch_waits_for_nothing(case, mixture, tmp_path, monkeypatch):
         recordings.append(family.contribution.record(unwrap_model(model)))
     for recording in recordings:
         with recording, NoWaiting():
-            token_loss(model, batch, processor, device).backward()
+            token_loss(model, batch, test_gpu.PACKING, processor, device).backward()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" in name:
             assert parameter.grad is not None, name

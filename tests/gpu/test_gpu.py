@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
+from m3diff.models.contract import Branch, PackedBatch
 from m3diff.models.device import Device, process_environment
 from m3diff.models.generation import load_captioner
+from m3diff.models.masks import MaskedRows
 from m3diff.models.tuning import unwrap_model
-from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, complete, read_training_samples
+from m3diff.stages.train.batches import Loader, Schedule, read_training_samples
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
 from tests.stages.train.toy import Recipe, Trained, recipe, run
@@ -28,6 +30,7 @@ ATTENTION = ("sdpa", "flex")
 CHECKPOINTING = ("none", "selective", "full")
 MDP = {"vision_feature_layers": [2, 4], "layers": 2, "heads": 4}
 MICRO_BATCH = 4
+PACKING = MaskedRows()
 
 
 def small(device: Device, **changes: Any) -> Recipe:
@@ -37,12 +40,12 @@ def small(device: Device, **changes: Any) -> Recipe:
     return recipe(BASE, **{"model": model, "micro_batch": MICRO_BATCH, **device_settings, **changes})
 
 
-def first_batch(training: Recipe, mixture: Path, processor: Any, device: Device) -> MicroBatch:
+def first_batch(training: Recipe, mixture: Path, processor: Any, device: Device) -> PackedBatch:
     """Return the first micro-batch of the run, as the loader builds it."""
     samples = read_training_samples(mixture)
     cfg = training.cfg
     schedule = Schedule(samples, cfg.max_captions_per_sequence, cfg.seed, MICRO_BATCH, MICRO_BATCH, cfg.epochs)
-    return Loader(samples, processor, threads=1, device=device).build(schedule.micro_batches(0, 0)[0])
+    return Loader(samples, processor, PACKING, threads=1, device=device).build(schedule.micro_batches(0, 0)[0])
 
 
 def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[float, dict[str, Tensor]]:
@@ -54,7 +57,7 @@ def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[f
     model, processor = prepare_model(training.cfg, training.model, training.compute, FAMILIES["m3diff"])
     move_trained_parameters(model)
     model.to(device.torch)
-    loss = token_loss(model, first_batch(training, mixture, processor, device), processor, device)
+    loss = token_loss(model, first_batch(training, mixture, processor, device), PACKING, processor, device)
     loss.backward()
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -138,7 +141,7 @@ def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention, mixt
         torch.cuda.set_sync_debug_mode(mode)
         try:
             with family.contribution.record(unwrap_model(model)):
-                token_loss(model, batch, processor, device).backward()
+                token_loss(model, batch, PACKING, processor, device).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -163,18 +166,22 @@ def test_peak_memory_is_what_the_planner_counts(checkpointing):
 
 
 def test_no_graph_is_made_after_two_steps_over_fifty_lengths():
-    from benchmarks.levers import PAD, Bench, Size, Variant, tiny
+    from benchmarks.levers import Bench, Size, Variant, tiny
 
     bench = Bench(tiny(pairs=1), gpu=True, precision="bf16")
     variant = Variant("p", packed=True, attention="flex")
     bench.use_variant(variant)
-    prompt, reference = bench.size.groups[0][0]
+    branch = bench.size.groups[0][0]
+    last_token = branch.ids[-1]
     graphs = []
     for extra in range(52):
-        group = [(prompt, reference), (prompt, [*reference, *[reference[0]] * extra])]
+        ((start, end),) = branch.spans
+        longer = Branch([*branch.ids, *[last_token] * extra], [(start, end + extra)])
+        group = [branch, longer]
         size = Size("lengths", bench.size.config, bench.size.lora_rank, [group], bench.size.micro, 1)
-        ((batch, _),) = size.micro_batches(variant)
-        token_loss(bench.adapted, complete(batch, bench.device, PAD), bench.processor, bench.device).backward()
+        (sequences,) = size.micro_batches(variant)
+        batch = bench.packing.batch(sequences, bench.processor, bench.device)
+        token_loss(bench.adapted, batch, bench.packing, bench.processor, bench.device).backward()
         bench.model.zero_grad(set_to_none=True)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < graphs[1] == graphs[-1]
@@ -184,8 +191,9 @@ def test_captions_in_bf16(tmp_path):
     checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
     captioner = load_captioner(checkpoint, 6, Device(gpu=True, precision="bf16"))
     captions = captioner.caption(PAIRS)
-    images = [captioner.processor.prepare_image(image) for pair in PAIRS for image in pair]
-    captions_with_maps, maps = captioner.answer(images, saliency=True)
+    prepared = [captioner.processor.prepare(pair) for pair in PAIRS]
+    dialogues = [(captioner.ask(None),)] * len(PAIRS)
+    captions_with_maps, maps = captioner.answer(prepared, dialogues, saliency=True)
     assert captions_with_maps == captions
     assert maps is not None
     assert maps.astype(float).sum((1, 2)) == pytest.approx(1.0, abs=1e-2)

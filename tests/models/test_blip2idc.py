@@ -23,10 +23,11 @@ from m3diff.models.blip2idc_model import (
     compress_as_jpeg,
     token_id,
 )
+from m3diff.models.contract import Prepared
 from m3diff.models.tuning import prepare_for_training, unwrap_model
 from m3diff.records.errors import ValueFault
 from tests.errors import raises
-from tests.tiny import noise_image, saliency_map
+from tests.tiny import image_inputs, noise_image, pair_prompt, saliency_map
 from tests.tiny_blip2 import PATCH, QUERIES, SIDE, TEXTS, blip2_settings, tiny_blip2
 
 
@@ -153,13 +154,12 @@ def test_the_logits_are_those_of_the_equations(is_fused, model, base):
     if is_fused:
         FAMILY.fuse(unwrap_model(model), "none")
     model.train(is_fused)
-    images = np.stack([processor.prepare_image(noise_image(seed, (40, 30))) for seed in range(4)])
-    inputs = processor.image_inputs(torch.from_numpy(images))
-    pixels = inputs["pixel_values"].double()
-    captions = [processor.encode_reference(text) for text in ("the red ball moved", "the star is gone")]
+    images = [noise_image(seed, (40, 30)) for seed in range(4)]
+    pixels = image_inputs(processor, [images[:2], images[2:]])["pixel_values"].double()
+    captions = [processor.encode_answer(text) for text in ("the red ball moved", "the star is gone")]
     w = dict(unwrap_model(model).named_parameters())
     for number, caption in enumerate(captions):
-        ids = [*processor.encode_prompt("What changed?"), *caption]
+        ids = [*pair_prompt(processor, "What changed?"), *caption]
         with torch.no_grad():
             actual = model(
                 pixel_values=pixels[number : number + 1],
@@ -241,7 +241,7 @@ def authors_picture(before: Image.Image, after: Image.Image) -> np.ndarray:
 
 
 def prepared_picture(processor: Blip2IDCProcessor, before: Image.Image, after: Image.Image) -> np.ndarray:
-    return np.concatenate([processor.prepare_image(image) for image in (before, after)]).astype(int)
+    return processor.prepare((before, after)).tensors["pixels"].flatten(0, 1).numpy().astype(int)
 
 
 @pytest.mark.parametrize("size", [(64, 48), (40, 90), (200, 200), (SIDE, HALF), (8, 8)])
@@ -260,21 +260,21 @@ def test_images_of_one_size_make_the_authors_picture_except_at_the_seam(size, pr
 
 
 def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor):
-    reference = processor.encode_reference("the red ball moved")
+    reference = processor.encode_answer("the red ball moved")
     assert reference[-1] == processor.end_id == processor.tokenizer.convert_tokens_to_ids("Ċ")
     assert processor.start_id not in reference
     assert processor.tokenizer.decode(reference) == "the red ball moved\n"
     padded = torch.tensor([[*reference, processor.pad_id], [*reference[:-2], processor.end_id, processor.pad_id, 1]])
     assert processor.decode(padded) == ["the red ball moved", "the red ball"]
     image = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert processor.encode_prompt("What changed?") == (image,) * QUERIES + (2,)
-    assert processor.decode(torch.tensor([processor.encode_reference("Ünknown ✓ words")])) == ["Ünknown ✓ words"]
+    assert pair_prompt(processor, "What changed?") == (image,) * QUERIES + (2,)
+    assert processor.decode(torch.tensor([processor.encode_answer("Ünknown ✓ words")])) == ["Ünknown ✓ words"]
 
 
 def test_the_tokens_of_a_configuration_are_the_processors(bases):
     processor: Any = FAMILY.load_processor(bases["qwen2"])
     assert processor.end_id == 2
-    assert processor.encode_prompt("")[-1] == 2
+    assert pair_prompt(processor, "")[-1] == 2
     assert processor.pad_id == 1
 
 
@@ -298,16 +298,16 @@ def test_what_is_saved_is_blip2s_own_and_gives_the_same(processor, base, tmp_pat
     assert fields["num_query_tokens"] == QUERIES
     (tmp_path / "config.json").write_text((base / "config.json").read_text())
     again = FAMILY.load_processor(tmp_path)
-    assert again.encode_reference("the ball") == processor.encode_reference("the ball")
-    assert again.encode_prompt("") == processor.encode_prompt("")
+    assert again.encode_answer("the ball") == processor.encode_answer("the ball")
+    assert pair_prompt(again, "") == pair_prompt(processor, "")
     image = smooth(1, (30, 20))
-    assert np.array_equal(again.prepare_image(image), processor.prepare_image(image))
+    assert np.array_equal(prepared_picture(again, image, image), prepared_picture(processor, image, image))
     stock = AutoProcessor.from_pretrained(tmp_path)
     assert isinstance(stock, Blip2Processor)
-    picture = Image.fromarray(np.concatenate([processor.prepare_image(image)] * 2))
+    picture = Image.fromarray(prepared_picture(processor, image, image).astype(np.uint8))
     pixels = stock(images=picture, return_tensors="pt")["pixel_values"]
-    prepared = torch.from_numpy(np.stack([processor.prepare_image(image)] * 2))
-    torch.testing.assert_close(pixels, processor.image_inputs(prepared)["pixel_values"], rtol=0, atol=1e-5)
+    own_pixels = image_inputs(processor, [(image, image)])["pixel_values"]
+    torch.testing.assert_close(pixels, own_pixels, rtol=0, atol=1e-5)
 
 
 ALWAYS = Augment(blur=1.0, jpeg=1.0)
@@ -398,7 +398,10 @@ def test_the_family_augments_as_its_settings_say_and_m3diff_not_at_all():
     augment = FAMILY.augment
     assert augment is not None
     images = pair()
-    assert augment(blip2_settings(), images, visit(1)) is images, "null: not at all"
-    augmented = augment(blip2_settings(augment=ALWAYS), images, visit(1))
-    assert np.array_equal(augmented, augment_pair(ALWAYS, images, visit(1)))
+    prepared = Prepared({"pixels": torch.from_numpy(images.copy())}, ("", ""))
+    assert augment(blip2_settings(), prepared, visit(1)) is prepared, "null: not at all"
+    augmented = augment(blip2_settings(augment=ALWAYS), prepared, visit(1))
+    assert np.array_equal(augmented.tensors["pixels"], augment_pair(ALWAYS, images, visit(1)))
+    assert augmented.marks == prepared.marks
+    assert np.array_equal(prepared.tensors["pixels"], images), "what is cached stays as it is"
     assert FAMILIES["m3diff"].augment is None

@@ -14,7 +14,7 @@ from m3diff.commands.export.hub import write_model
 from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, read_manifest, verify_manifest, write_manifest
 from m3diff.models.decoding import GENERATION_CONFIG_FILE, decoding_settings
 from m3diff.models.generation import QUESTION, load_captioner
-from m3diff.serving.caption import PairToCaption, caption_pairs
+from m3diff.serving.caption import CaptionInput, answer_inputs
 from m3diff.settings.load import load_params
 from m3diff.stages.predict.stage import CaptionJob, load_model
 from tests.tiers import slow_except
@@ -130,8 +130,8 @@ def test_predict_caption_and_serve_load_the_same_greedy_model(plain, tmp_path):
         files = [tmp_path / f"{number}{side}.png" for side in ("a", "b")]
         before.save(files[0])
         after.save(files[1])
-        pairs.append(PairToCaption(str(number), *files))
-    answers = caption_pairs(load_captioner(copied, MAX_NEW_TOKENS), pairs, None, None, 10_000)
+        pairs.append(CaptionInput(str(number), tuple(files)))
+    answers = answer_inputs(load_captioner(copied, MAX_NEW_TOKENS), pairs, None, 10_000)
     assert predicted == plain[1]
     assert [answer.caption for answer in answers] == plain[1]
 

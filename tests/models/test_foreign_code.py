@@ -28,10 +28,16 @@ from m3diff.models.checkpoint import (
     read_manifest,
     write_manifest,
 )
+from m3diff.models.device import Device
 from m3diff.models.foreign_code import INDEX, NAMES_CODE, ForeignCodeError, refuse_foreign_code
 from m3diff.models.generation import load_captioner
+from m3diff.settings.load import load_params
+from m3diff.stages.augment.params import FeatureModel
+from m3diff.stages.augment.weights import Features
+from m3diff.stages.pretrain.bases import create_architecture
+from m3diff.stages.pretrain.params import Blip2
 from tests.errors import raises
-from tests.tiny import tiny_base, tiny_checkpoint, tiny_settings
+from tests.tiny import pair_prompt, tiny_base, tiny_checkpoint, tiny_settings
 from tests.toy import REPOSITORY
 
 FAMILY = FAMILIES["m3diff"]
@@ -337,7 +343,7 @@ def test_a_chat_template_reaches_nothing_of_python(checkpoint):
     list_again(checkpoint)
     captioner = load_captioner(checkpoint)
     with pytest.raises(SecurityError):
-        captioner.processor.encode_prompt("What changed?")
+        pair_prompt(captioner.processor, "What changed?")
 
 
 @pytest.mark.parametrize("model_type", ["llava", "evil", ["m3diff"]], ids=str)
@@ -367,12 +373,25 @@ def name_code(folder: Path) -> None:
     set_fields(folder / "config.json", auto_map={"AutoConfig": "evil.EvilConfig"})
 
 
+def start_blip2(folder: Path) -> None:
+    pretrain = load_params(REPOSITORY / "profiles" / "embedded.yaml").pretrain
+    blip2 = Blip2(start=folder, queries=6, qformer_layers=2, stacked=False)
+    create_architecture(pretrain.model_copy(update={"blip2": blip2}), tokenizer=None)
+
+
+def compute_features(folder: Path) -> None:
+    device = Device(gpu=False, precision="fp32")
+    Features(FeatureModel(kind="encoder", model=folder), device).features([])
+
+
 LOADS: dict[str, Callable[[Path], object]] = {
     "before training": check_base,
     "to train": lambda folder: FAMILY.load_base(folder, tiny_settings(), "float32", "sdpa"),
     "its processor": FAMILY.load_processor,
     "to plan": lambda folder: FAMILY.planned_config(folder, tiny_settings()),
     "adapters on it": lambda folder: load_model(folder.parent / "checkpoint" / ADAPTERS, base=folder),
+    "to start a BLIP-2": start_blip2,
+    "to compute features": compute_features,
 }
 
 

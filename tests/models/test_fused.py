@@ -20,12 +20,10 @@ from m3diff.models.fused import (
     require_fused_attention,
     swiglu,
 )
+from m3diff.models.masks import Packed, RowBatch, pack
 from m3diff.models.tuning import prepare_for_training, unwrap_model
-from m3diff.stages.train.batches import MicroBatch, complete
-from m3diff.stages.train.engine import attention_inputs
-from m3diff.stages.train.packing import Packed, pack
-from tests.stages.train.test_packing import group, mask_of
-from tests.tiny import MDP, SIDE, tiny_model, tiny_settings
+from tests.models.test_masks import group, mask_of
+from tests.tiny import MDP, SIDE, pair_branch, tiny_model, tiny_settings
 
 
 def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
@@ -33,9 +31,10 @@ def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: 
     inputs: dict[str, Any] = {"attention_mask": mask_of(packed)}
     if kernel != "rule":
         device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
-        batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
-        packed = batch.packed
-        inputs = attention_inputs(batch, device)
+        if kernel == "flex":
+            packed = packed.rounded_up(FLEX_BLOCK, pad_id=0)
+        layout = packed.layout() if kernel == "sdpa" else None
+        inputs = RowBatch(packed, {}, torch.empty(0), layout).attention_inputs(device)
     inputs |= {"pixel_values": pixels, "batch_num_images": [2] * (len(pixels) // 2), "use_cache": False}
     inputs |= {"input_ids": packed.input_ids, "position_ids": packed.position_ids}
     logits = model(**inputs, logits_to_keep=packed.supervised).logits
@@ -118,8 +117,8 @@ def test_flex_attentions_rule_is_the_dense_mask():
 
 
 def test_flex_attention_skips_the_blocks_in_which_no_token_sees_another():
-    packed = pack([[([1] * 301, [2] * 200), ([1] * 301, [3] * 200)], [([1] * 150, [2] * 40)]])
-    packed = packed.rounded_up(FLEX_BLOCK, pad_id=0)
+    two_answers = [pair_branch([1] * 301, [2] * 200), pair_branch([1] * 301, [3] * 200)]
+    packed = pack([two_answers, [pair_branch([1] * 150, [2] * 40)]]).rounded_up(FLEX_BLOCK, pad_id=0)
     blocks = packed.block_mask(Device(False, "fp32")).to_dense()[0, 0].bool()
     count = packed.tokens // 128
     tiles = mask_of(packed)[0, 0].view(count, 128, count, 128).any(dim=3).any(dim=1)

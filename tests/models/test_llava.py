@@ -10,6 +10,7 @@ import torch
 from transformers import AutoProcessor
 
 from m3diff.models import FAMILIES
+from m3diff.models.layers import image_pairs
 from tests.models.llava15 import write_llava15
 from tests.models.test_modules import bert
 from tests.tiny import (
@@ -19,6 +20,7 @@ from tests.tiny import (
     VDM,
     noise_image,
     onediff_settings,
+    pair_prompt,
     saliency_map,
     tiny_base,
     tiny_model,
@@ -68,7 +70,7 @@ def test_before_and_after_come_in_turn_and_each_image_keeps_its_place():
         before_levels = [f[before] for f in levels]
         after_levels = [f[after] for f in levels]
         want_1, want_2 = model.model.mdp(before_levels, after_levels, states[-1][before], states[-1][after])
-        actual = model.model.perceive(pixels)
+        actual = model.model.perceive(pixels, image_pairs(6, None))
         torch.testing.assert_close(actual[before], want_1)
         torch.testing.assert_close(actual[after], want_2)
         maps = saliency_map(model, pixels)
@@ -104,7 +106,7 @@ def test_the_prompt_is_llavas_own(llava):
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
     text = stock.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     expected = stock.tokenizer(text.replace("<image>", "<image>" * 4))["input_ids"]
-    assert list(processor.encode_prompt(QUESTION)) == expected
+    assert list(pair_prompt(processor, QUESTION)) == expected
     assert processor.end_id == 2
     assert processor.pad_id == processor.tokenizer.convert_tokens_to_ids("<pad>")
 
@@ -121,7 +123,7 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(delta_place, modul
     assert after_tokens == (image_tokens + 3 if delta_place == "after" else image_tokens)
     processor: Any = ONEDIFF.load_processor(base, config)
     image = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert processor.encode_prompt(QUESTION).count(image) == 2 * image_tokens + 3 == config.image_tokens
+    assert pair_prompt(processor, QUESTION).count(image) == 2 * image_tokens + 3 == config.image_tokens
     inputs = inputs_of(processor, PAIRS, [QUESTION] * 2)
     pixels = inputs["pixel_values"]
     with torch.no_grad():

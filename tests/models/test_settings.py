@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from m3diff.models import FAMILIES
 from m3diff.models.blip2idc import Augment
-from m3diff.models.settings import Align, DifferenceConfig, Lora, MDPConfig, Rates, VDMConfig, module_config
+from m3diff.models.settings import Align, DifferenceConfig, Lora, MDPConfig, VDMConfig, module_config
 from m3diff.records.errors import Fault, ValueFault
 from tests.errors import raises
 from tests.tiny import MDP, SEPARATE, VDM, onediff_settings, tiny_settings
@@ -46,13 +46,29 @@ def test_settings_are_read_from_plain_values():
     assert settings.lora == Lora(rank=32, alpha=256)
 
 
-def test_rates_are_a_mapping_of_the_parts():
-    settings = read(GOOD)
-    assert dict(settings.rates) == GOOD["rates"]
-    assert len(settings.rates) == 4
-    assert settings.rates == GOOD["rates"]
-    with pytest.raises(KeyError, match="decoder"):
-        settings.rates["decoder"]
+def test_a_part_without_a_rate_is_frozen_and_without_a_delay_starts_at_once():
+    family = FAMILIES["m3diff"]
+    align = {"datasets": ["a"], "epochs": 1.0, "global_batch": 2, "rates": {"projector": 0.001}}
+    short = GOOD | {"rates": {"module": 0.0001, "projector": 0.0014}, "delays": {"module": 0.2}, "align": align}
+    settings = family.complete_settings(read(short))
+    assert list(settings.rates.items()) == [("vision", None), ("module", 0.0001), ("projector", 0.0014), ("llm", None)]
+    assert settings.delays == {"vision": 0.0, "module": 0.2, "projector": 0.0, "llm": 0.0}
+    assert settings.align.rates == {"vision": None, "module": None, "projector": 0.001, "llm": None}
+
+
+def test_a_part_of_the_alignment_that_fine_tuning_does_not_name_is_refused():
+    align = {"datasets": ["a"], "epochs": 1.0, "global_batch": 2, "rates": {"vision": 0.001}}
+    settings = read(GOOD | {"rates": {"module": 0.0001}, "align": align})
+    with raises(ValueFault, "models.part_of_alignment_frozen", field="align.rates.vision"):
+        FAMILIES["m3diff"].complete_settings(settings)
+
+
+def test_settings_are_equal_whether_or_not_they_name_frozen_parts():
+    """The name of a run in the scratch folder is a hash of the settings."""
+    family = FAMILIES["m3diff"]
+    long = GOOD | {"rates": dict.fromkeys(family.parts) | {"module": 0.0001}, "delays": dict.fromkeys(family.parts, 0)}
+    short = GOOD | {"rates": {"module": 0.0001}}
+    assert asdict(family.complete_settings(read(short))) == asdict(family.complete_settings(read(long)))
 
 
 def test_the_bare_difference_is_read_from_plain_values():
@@ -88,7 +104,7 @@ def test_the_defaults_of_the_mdp_module_are_the_papers():
 def test_blip2idc_has_no_module_and_no_delays_by_default():
     settings = read(BLIP2, BLIP2)
     assert settings.module is None
-    assert dict(settings.delays) == dict.fromkeys(settings.rates, 0.0)
+    assert settings.delays == {}
 
 
 def test_blip2idc_augments_by_default():
@@ -139,6 +155,7 @@ def errors_of(values: dict, good: dict) -> list[Any]:
             [broken("rate_not_positive", "rates.vision", 0), broken("rate_not_positive", "rates.llm", -1)],
         ),
         (GOOD, "rates", dict.fromkeys(GOOD["rates"]), [Fault("models.no_part_trains", field="rates")]),
+        (GOOD, "rates", {}, [Fault("models.no_part_trains", field="rates")]),
         (BLIP2, "delays", {"vision": 1.0}, [broken("delay_not_a_share", "delays.vision", 1.0)]),
         (
             BLIP2,
@@ -166,8 +183,8 @@ def test_every_broken_rule_is_named(good, section, values, faults):
         (GOOD, "module", {"kind": "mdp"}, ["kind"]),
         (GOOD, "module", {"kind": "difference", "layers": 2}, ["layers"]),
         (GOOD, "lora", {"rank": 2, "alpha": 4, "dropout": 0.1}, ["dropout"]),
-        (GOOD, "rates", {**GOOD["rates"], "decoder": 1.0}, ["decoder"]),
-        (GOOD, "rates", {"vision": 1e-3, "module": 1e-3}, ["projector", "llm"]),
+        (GOOD, "rates", {"vision": "fast", "llm": float("inf")}, ["vision", "llm"]),
+        (GOOD, "delays", {"module": float("nan")}, ["module"]),
         (BLIP2, "module", {"layers": 2}, ["module"]),
     ],
 )
@@ -212,7 +229,7 @@ def test_an_unknown_field_in_a_configuration_is_named(fields, name):
     ids=["no dataset", "no step"],
 )
 def test_an_alignment_of_nothing_is_refused(align, faults):
-    rates = Rates(vision=None, projector=1e-3, module=None, llm=None)
+    rates = {"projector": 1e-3}
     with pytest.raises(ValueFault) as refused:
         Align(**{"datasets": ("toy",), "epochs": 1.0, "global_batch": 4, "rates": rates} | align)
     assert refused.value.fields.get("faults", [refused.value.fault]) == faults

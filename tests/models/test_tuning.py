@@ -10,7 +10,7 @@ import torch
 from m3diff.models import FAMILIES
 from m3diff.models.fused import make_fused
 from m3diff.models.m3diff import LARGE_BASE
-from m3diff.models.settings import Delays, VDMConfig
+from m3diff.models.settings import VDMConfig
 from m3diff.models.tuning import (
     parameter_counts,
     prepare_for_training,
@@ -76,7 +76,7 @@ def test_a_part_without_a_rate_is_frozen_and_the_others_train_as_ever(frozen, ra
 )
 def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, expected_groups):
     model, settings = prepared(**dict(zip(("vision", "module", "projector", "llm"), rates, strict=True)))
-    groups = trainable_groups(model, FAMILY, replace(settings, delays=Delays(module=delay)))
+    groups = trainable_groups(model, FAMILY, replace(settings, delays={"module": delay}))
     assert [("+".join(group.parts), group.lr, group.delay) for group in groups] == expected_groups
     for group in groups:
         expected_ids = []

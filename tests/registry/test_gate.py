@@ -310,3 +310,34 @@ def test_nan_infinity_and_missing_scores_are_refused_of_any_model(models, settin
         assert reason in verdict.reason, verdict.reason
     assert not has_comparable_scores(cfg, challenger, champion_without_score), "the champion is scored again first"
     assert judge_without_champion(cfg, challenger_without_score).reason.startswith("it has no SPICE on")
+
+
+def make_answers(is_right: np.ndarray) -> pa.Table:
+    """Return a scores.parquet of a test set in which every second record is a question for a number."""
+    ids = [f"minichange/{n:06d}" for n in range(2 * len(is_right))]
+    exact_match: list[bool | None] = []
+    for right in is_right.tolist():
+        exact_match += [right, None]
+    return pa.table({"protocol": [PROTOCOL] * len(ids), "id": ids, "exact_match": exact_match})
+
+
+def test_the_gate_compares_the_answers_to_questions(models):
+    gate = make_gate(metric="exact_match", guards={"exact_match": 0.01})
+    tables = [make_answers(is_right) for is_right in models]
+    verdict = compare_with_champion(gate, *tables)
+    assert verdict.outcome == "promoted"
+    assert verdict.challenger_score == pytest.approx(models[0].mean())
+    assert verdict.champion_score == pytest.approx(models[1].mean())
+    refused = compare_with_champion(gate, *tables[::-1])
+    assert refused.outcome == "refused"
+    assert "exact_match" in refused.reason
+    assert "more than 0.01 worse" in refused.reason
+    assert judge_without_champion(gate, tables[0]).outcome == "first"
+
+
+def test_a_champion_that_was_scored_without_questions_is_scored_again(models):
+    gate = make_gate(metric="exact_match")
+    challenger = make_answers(models[0])
+    champion = challenger.drop_columns(["exact_match"])
+    assert not has_comparable_scores(gate, challenger, champion)
+    assert has_comparable_scores(gate, challenger, make_answers(models[1]))

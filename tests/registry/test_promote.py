@@ -6,6 +6,8 @@ import time
 import pytest
 
 from m3diff.records.errors import DataError
+from m3diff.registry.decisions import Decision
+from m3diff.registry.promote import GateDecision
 from tests.errors import raises
 from tests.registry.conftest import PAIRS, PROTOCOL, make_scores
 
@@ -72,3 +74,11 @@ def test_a_challenger_without_scores_or_without_those_of_the_gate_is_refused(reg
     registry.client.create_model_version("m3diff", "file:///nowhere")
     assert registry.decide(version=3).outcome == "refused", "made by hand"
     assert "champion" not in registry.aliases()
+
+
+def test_a_decision_of_the_gate_is_read_back_from_its_entry():
+    gate = {"protocol": PROTOCOL, "metric": "CIDEr", "min_gain": 0.01, "confidence": 0.95, "reason": "higher"}
+    decision = GateDecision(outcome="promoted", model="m3diff", challenger=7, champion=1, **gate)
+    recorded = {"number": 3, "decided_at": "2026-01-02T03:04:05Z", "author": "a@b", "flow_run": None, "commit": None}
+    entry = Decision(**dict(decision.to_entry(previous=1)), **recorded)
+    assert GateDecision.from_decision(entry) == decision

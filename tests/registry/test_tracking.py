@@ -151,6 +151,17 @@ def test_characters_that_mlflow_forbids_in_names_become_underscores(run, store):
     assert run.points() == {("d/p/by_type/less _ more _50 __/CIDEr", 0): 2.5}
 
 
+def test_kinds_of_questions_become_names_that_mlflow_accepts(run, store):
+    kinds = {"yes/no": {"exact_match": 0.5}, "..": {"exact_match": 0.25}, "k" * 250: {"exact_match": 1.0}}
+    (store / "metrics.json").write_text(json.dumps({"protocols": {"d/p": {"by_kind": kinds, "questions": 3}}}))
+    log_scores(run.client, run.id, store / "metrics.json", 99)
+    assert run.points() == {
+        ("d/p/by_kind/yes/no/exact_match", 0): 0.5,
+        ("d/p/by_kind/exact_match", 0): 0.25,
+        ("d/p/questions", 0): 3.0,
+    }
+
+
 # The address of the store
 
 

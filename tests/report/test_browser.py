@@ -16,11 +16,13 @@ from m3diff.commands.compare import compare
 from m3diff.commands.inspect.statistics import write_statistics
 from m3diff.report.origin import Origin
 from m3diff.report.page import FIRST_CARDS, write_report
+from m3diff.scoring import run
+from m3diff.stages.evaluate.stage import evaluate
 from m3diff.stages.validate.pairs import Finding
 from m3diff.stages.validate.stage import ValidateCounts, ValidateReport, write_page
 from m3diff.stages.validate.suite import ExpectationResult
 from tests.browser import Watch, chromium
-from tests.scoring import bench
+from tests.scoring import bench, questions
 from tests.scoring.bench import page_content, write_scores
 
 DESKTOP = {"width": 1400, "height": 1000}
@@ -207,6 +209,63 @@ def test_the_slider_goes_from_before_to_after(page: Page):
     assert blues(page) == pytest.approx([120, 120], abs=6)
     page.mouse.click(box["x"] + 0.05 * box["width"], middle)
     assert blues(page) == pytest.approx([220, 220], abs=6)
+
+
+@pytest.fixture(scope="module")
+def question_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the page of captions and questions about two images, one image and none."""
+    root = tmp_path_factory.mktemp("questions")
+    folders = questions.write(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "tokenise", lambda texts, limit_s: {text: text for text in texts})
+        evaluate(bench.config(metrics=("CIDEr",)), bench.compute(), *folders, root / "report")
+    return root / "report" / "report.html"
+
+
+def test_a_record_has_as_many_images_as_its_question_and_the_turns_before(new_page, question_page):
+    page = new_page(question_page)
+    view(page, "All records")
+    page.locator("#more button").click()
+    assert page.locator("#count").inner_text() == "8 records"
+    cards = page.locator(".card")
+    assert [cards.nth(number).locator("img").count() for number in range(8)] == [2, 2, 2, 2, 2, 1, 1, 0]
+    assert cards.nth(3).locator(".turn").all_inner_texts() == ["Did anything change?", "yes", "And what changed?"]
+    assert cards.nth(0).locator(".turn").count() == 0
+    assert cards.nth(1).locator(".wrong").all_inner_texts() == ["exact match"]
+    assert cards.nth(1).locator(".right").all_inner_texts() == ["number"]
+    assert cards.nth(1).locator("header b").inner_text() == "count"
+
+
+def test_only_two_images_have_a_slider(new_page, question_page):
+    page = new_page(question_page)
+    view(page, "All records")
+    page.locator("#more button").click()
+    shown = {}
+    for name, number in (("two", 3), ("one", 5), ("none", 7)):
+        page.locator(".card").nth(number).click()
+        parts = ("#slide", "#single", "#look")
+        shown[name] = [part for part in parts if page.locator(part).is_visible()]
+        if name == "one":
+            assert drawn_images(page.locator("#look")) >= 1
+            assert page.locator("#single").evaluate("image => image.naturalWidth") == 24
+            box = page.locator("#single").bounding_box()
+            assert box is not None
+            assert box["width"] > 200, "a small image fills its column"
+            page.keyboard.press("ArrowUp")
+        page.keyboard.press("Escape")
+    assert shown == {"two": ["#slide", "#look"], "one": ["#single", "#look"], "none": []}
+
+
+def test_a_kind_in_the_table_of_answers_leads_to_its_questions(new_page, question_page):
+    page = new_page(question_page)
+    page.locator("#answers [data-kind=count]").click()
+    assert sorted(ids(page)) == ["0?0", "one?1"]
+    view(page, "All records")
+    page.locator("[name=text]").fill("snow")
+    assert ids(page) == ["none"], "the search reads questions"
+    page.locator("[name=text]").fill("")
+    choose(page, "kind", "yes/no")
+    assert ids(page) == ["0?1"]
 
 
 def test_two_runs_are_compared_pair_by_pair(new_page, pages: Pages):

@@ -86,9 +86,25 @@ def test_the_cider_of_validation_is_shown_times_100_with_dots(write):
     assert line.has_dots
 
 
+def test_the_exact_match_of_validation_answers_is_shown_in_percent(write):
+    (phase,) = read_phases(write("1,2.0,", "2,1.0,0.25", head="step,loss,val_match"))
+    (line,) = chart_of(phase, "Exact match of answers").series
+    assert line.points == [Point(2, 25.0)]
+    assert chart_of(phase, "CIDEr of validation pairs").series == []
+    assert draw_phase(phase).numbers == [("step", "training loss", "exact match, %"), ("2", "1.0000", "25.0")]
+
+
 def test_parts_of_equal_rates_share_a_line_and_a_frozen_part_has_none(write):
     (phase,) = read_phases(write(*ROWS))
     assert [line.name for line in chart_of(phase, "Learning rate").series] == ["vision and llm"]
+
+
+def test_values_of_every_step_are_lines_without_dots_on_a_linear_scale(write):
+    (phase,) = read_phases(write(*ROWS))
+    for title in ("Learning rate", "Norm of the gradients"):
+        chart = chart_of(phase, title)
+        assert not chart.is_log
+        assert [line.has_dots for line in chart.series] == [False]
 
 
 def test_a_column_without_values_has_no_chart(write):

@@ -5,8 +5,8 @@ from pathlib import Path
 from m3diff.images.saliency import draw_outlines
 from m3diff.records.errors import DataError
 from m3diff.report.images import (
+    DrawnImages,
     ImageRights,
-    PairImages,
     draw_images,
     encode_webp,
     link_images,
@@ -37,11 +37,10 @@ def test_each_pair_has_its_own_images_in_order_as_the_licence_allows(root: Path)
     assert list(maps) == [pair.id for pair in pairs]
     last_id = pairs[-1].id
     for pair, drawn in zip(pairs, draw_images(pairs, OPEN, {i: maps[i] for i in maps if i != last_id}), strict=True):
-        after = load_small(pair.after, pair.after_sha256)
-        overlay = encode_webp(draw_outlines(after, maps[pair.id])) if pair.id != last_id else None
-        before = load_small(pair.before, pair.before_sha256)
-        assert drawn == PairImages(before=encode_webp(before), after=encode_webp(after), outlined=overlay)
+        images = [load_small(image) for image in pair.images]
+        overlay = encode_webp(draw_outlines(images[1], maps[pair.id])) if pair.id != last_id else None
+        assert drawn == DrawnImages(images=[encode_webp(image) for image in images], outlined=overlay)
     gone = bench.pair("x", ["y"], ["color"], "nowhere")
     assert list(draw_images([gone], {"toy": ImageRights(False, "no")}, {})) == [None]
-    with raises(DataError, "images.unreadable", path=str(gone.after)):
+    with raises(DataError, "images.unreadable", path=gone.images[0].uri):
         list(draw_images([gone], OPEN, {}))

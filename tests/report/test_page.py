@@ -131,11 +131,13 @@ def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_besid
     page = files["report.html"].decode()
     linked_images: set[str] = set()
     for pair in gallery_of(page)["pairs"]:
-        linked_images |= set(pair["images"])
+        linked_images |= {*pair["images"], pair["outlined"]}
     assert linked_images == {f"images/{name}" for name in files if name not in ("report.html", "made.js")}
     write_report(toy, tmp_path / "first", 1)
     inside = gallery_of((tmp_path / "first" / "report.html").read_text())["pairs"]
-    assert all(image.startswith("data:image/webp;base64,") for pair in inside for image in pair["images"])
+    images = [image for pair in inside for image in (*pair["images"], pair["outlined"])]
+    assert len(images) == 18
+    assert all(image.startswith("data:image/webp;base64,") for image in images)
     assert list((tmp_path / "first" / "images").iterdir()) == []
 
 
@@ -158,7 +160,7 @@ def test_without_a_grammar_or_saliency_maps_or_all_pairs_the_page_says_so(root: 
     text = text_of(page)
     assert "6 pairs, captioned and scored" in text
     assert not re.search("type right|True type and predicted type", text)
-    assert {pair["images"][2] for pair in gallery_of(page)["pairs"]} == {None}
+    assert {pair["outlined"] for pair in gallery_of(page)["pairs"]} == {None}
     assert "there is no saliency.npz" in text
     assert "Only these of the 480 test pairs were captioned" in text
     alone = draw(replace(toy, metrics={"change_accuracy": METRICS["change_accuracy"]}), tmp_path)

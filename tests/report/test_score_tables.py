@@ -180,4 +180,7 @@ def test_every_headline_score_belongs_to_its_metric():
 def test_the_model_card_and_mlflow_list_scores_in_the_order_of_the_metrics():
     metrics = [headline.metric for headline in headline_scores_by_metric().values()]
     assert list(dict.fromkeys(metrics)) == [name for name in METRICS if name in metrics]
-    assert list(headline_scores_by_metric())[:3] == ["CIDEr", "CIDEr_shuffled", "CIDEr-char"]
+    scores_of_captions = [
+        score for score, headline in headline_scores_by_metric().items() if headline.metric != "answers"
+    ]
+    assert scores_of_captions[:3] == ["CIDEr", "CIDEr_shuffled", "CIDEr-char"]

@@ -10,6 +10,7 @@ import pytest
 
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
+from m3diff.records.sample import ImageRef
 from m3diff.report.curves import Phase, Point
 from m3diff.report.origin import read_origin, write_creation_note
 from m3diff.report.verdict import LearningVerdict, judge_learning_by_scores
@@ -26,10 +27,7 @@ def protocol(captions: list[str], dataset: str = "toy") -> ProtocolPairs:
         EvalPair(
             id=f"{dataset}/{number}",
             dataset=dataset,
-            before=Path("b"),
-            after=Path("a"),
-            before_sha256=b"",
-            after_sha256=b"",
+            images=(ImageRef("b"), ImageRef("a")),
             references=["the red cube turned blue"],
             change_types=["color"],
             prediction=caption,
@@ -211,6 +209,14 @@ def test_a_commit_of_documents_or_of_the_lock_does_not_change_the_code_of_the_pa
     (project / "README.md").write_text("words\n")
     commit("the lock", "2026-04-01T00:00:00+00:00")
     assert code_of(creation_note(project)) == before
+
+
+def test_a_repository_without_a_commit_of_code_has_no_code_to_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("words\n")
+    git("init", "--quiet")
+    commit("the first", "2026-03-05T23:30:00+00:00")
+    assert creation_note(tmp_path).startswith("page created on ")
 
 
 def test_changed_parameters_that_are_not_committed_are_named(project):

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from m3diff.datasets import DATASETS
-from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.records.sample import ImageRef
 from m3diff.report.page import PageContent, write_report
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
 from m3diff.scoring.metrics import METRICS, MetricInputs, MetricScores, Tokens
@@ -29,7 +28,7 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import evaluate
-from tests.layouts import list_images
+from tests.layouts import list_images, write_record_table
 from tests.toy import REPOSITORY
 
 GRAMMAR = {
@@ -93,10 +92,16 @@ def digest(path: Path) -> bytes:
 
 
 def pair(prediction, references, change_types, name="0", folder=Path()) -> EvalPair:
-    before = folder / f"{name}_before.png"
-    after = folder / f"{name}_after.png"
-    digests = digest(before), digest(after)
-    return EvalPair(f"toy/{name}", "toy", before, after, *digests, references, change_types, prediction, None)
+    paths = [folder / f"{name}_{side}.png" for side in ("before", "after")]
+    images = tuple(ImageRef(str(path), digest(path)) for path in paths)
+    return EvalPair(
+        id=f"toy/{name}",
+        dataset="toy",
+        images=images,
+        references=references,
+        change_types=change_types,
+        prediction=prediction,
+    )
 
 
 def pairs(folder: Path = Path()) -> list[EvalPair]:
@@ -118,7 +123,7 @@ def write(root: Path, reader: str = "pairs") -> Folders:
         folder.mkdir(parents=True)
     rows = [record(root, name, types, texts) for name, types, texts in RECORDS]
     train = record(root, "6", ["color"], ["the red cube at the left turned blue"]) | {"split": "train"}
-    pq.write_table(pa.Table.from_pylist([*rows, train], schema=RECORD_SCHEMA), folders.clean / "records.parquet")
+    write_record_table(folders.clean / "records", [*rows, train])
     write_json(folders.records / "toy.json", {"stage": "ingest", "dataset": "toy", "reader": reader})
     write_json(folders.records / "toy" / "grammar.json", GRAMMAR)
     write_json(folders.predictions / "predictions.json", as_file(PREDICTIONS))

@@ -8,7 +8,6 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from pycocoevalcap.rouge.rouge import Rouge
 
 from m3diff.datasets.minichange.language import grammar
 from m3diff.records.errors import DataError
+from m3diff.records.sample import ImageRef
 from m3diff.scoring import bootstrap
 from m3diff.scoring.bootstrap import compare, intervals, score_of, statistics
 from m3diff.scoring.grammar import Grammar, parse_predictions
@@ -326,23 +326,25 @@ def test_the_window_is_the_worst_one_of_a_sixteenth_of_the_frame(corner: tuple[i
 
 def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_path: Path):
     def pair(name: str, types: list[str], brighter: int) -> Any:
-        files = {side: tmp_path / f"{name}_{side}.png" for side in ("before", "after")}
-        for value, file in zip((100, 100 + brighter), files.values(), strict=True):
+        files = [tmp_path / f"{name}_{side}.png" for side in ("before", "after")]
+        for value, file in zip((100, 100 + brighter), files, strict=True):
             Image.new("RGB", (8, 8), (value,) * 3).save(file)
-        return SimpleNamespace(id=name, change_types=types, is_distractor=types == ["none"], **files)
+        return replace(bench.pair("", [""], types), id=name, images=tuple(ImageRef(str(file)) for file in files))
 
     names = ("pixel_mean_auc", "pixel_window_auc")
     compute = pixel_threshold.compute
     assert roc_auc([2.0, 3.0], [0.0, 1.0]) == 1.0
     assert roc_auc([0.0], [0.0]) == 0.5
     pairs = [pair("a", ["color"], 5), pair("b", ["none"], 3), pair("c", ["size", "ocr"], 4), pair("d", ["color"], 1)]
-    scores = compute([*pairs, pair("unknown", [], 200)], {}, None)
+    one_image = pair("single", ["color"], 200)
+    one_image = replace(one_image, images=one_image.images[:1])
+    scores = compute([*pairs, pair("unknown", [], 200), one_image], {}, None)
     assert scores.groups == {ALL_PAIRS: dict.fromkeys(names, pytest.approx(2 / 3))}
     assert scores.pairs["c"] == {"pixel_mean_difference": 4.0, "pixel_window_difference": 4.0}
-    assert "unknown" not in scores.pairs
+    assert scores.pairs.keys() == {"a", "b", "c", "d"}
     assert scores.absent == {}
     assert compute(pairs[:1], {}, None).absent == dict.fromkeys(names, ONE_KIND)
-    Image.new("RGB", (9, 8)).save(pairs[1].after)
+    Image.new("RGB", (9, 8)).save(pairs[1].images[1].uri)
     reason = compute(pairs, {}, None).absent[names[1]]
     assert reason.startswith("b: ")
     assert Message("scoring.image_sizes_differ", before="8x8", after="9x8").in_text(reason)
@@ -362,19 +364,21 @@ def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
     captions += ["BLEU-1-char", "BLEU-2-char", "BLEU-3-char", "BLEU-4-char", "SPICE"]
     changes = ["change_type_accuracy", "change_place_accuracy", "change_exact_accuracy", "no_change_recall"]
     changes += ["multi_change_place_f1", "multi_change_exact_f1", "reversal"]
-    assert gate_scores() == [*captions, *changes, "judge"]
+    answers = ["exact_match", "yes_no_accuracy", "number_accuracy", "choice_accuracy"]
+    assert gate_scores() == [*answers, *captions, *changes, "judge"]
 
 
 def test_the_gate_takes_only_scores_of_the_chosen_metrics():
-    assert gate_scores(["METEOR", "CIDEr"]) == ["CIDEr", "CIDEr-char", "METEOR"]
+    answers = ["exact_match", "yes_no_accuracy", "number_accuracy", "choice_accuracy"]
+    assert gate_scores(["METEOR", "CIDEr"]) == [*answers, "CIDEr", "CIDEr-char", "METEOR"]
 
 
-def test_metrics_are_chosen_in_the_order_of_the_list():
-    assert list(choose_metrics(["BLEU", "CIDEr"])) == ["CIDEr", "BLEU"]
+def test_metrics_are_chosen_in_the_order_of_the_list_beside_that_of_answers():
+    assert list(choose_metrics(["BLEU", "CIDEr"])) == ["answers", "CIDEr", "BLEU"]
 
 
 def test_an_unknown_metric_is_refused():
-    with pytest.raises(AssertionError, match=r"unknown metrics \['BLUE'\]; known: CIDEr, METEOR"):
+    with pytest.raises(AssertionError, match=r"unknown metrics \['BLUE'\]; known: answers, CIDEr, METEOR"):
         choose_metrics(["BLUE"])
 
 
@@ -382,7 +386,7 @@ def test_some_metrics_have_a_program_need_another_input_or_need_no_java():
     assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
     extra_inputs = {name: metric.extra_input for name, metric in METRICS.items() if metric.extra_input}
     assert extra_inputs == {"SPICE": "spice_dir", "judge": "judge", "pixel_threshold": "images"}
-    without_java = ["change_accuracy", "judge", "pixel_threshold"]
+    without_java = ["answers", "change_accuracy", "judge", "pixel_threshold"]
     assert [name for name, metric in METRICS.items() if not metric.java] == without_java
 
 

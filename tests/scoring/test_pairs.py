@@ -4,14 +4,15 @@ import hashlib
 import json
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.records.sample import ImageRef
+from m3diff.records.tables import write_table
 from m3diff.scoring.pairs import load_pairs
 from tests.errors import raises
+from tests.layouts import write_record_table
 from tests.scoring import bench
 
 GOOD = bench.as_file(bench.PREDICTIONS)
@@ -31,9 +32,9 @@ def test_pairs_come_with_prediction_images_and_references_in_the_order_of_record
     assert [(pair.references, pair.change_types) for pair in pairs] == [(r, types) for _, types, r in bench.RECORDS]
     assert {pair.dataset for pair in pairs} == {"toy"}
     assert pairs[0].shuffled_prediction == bench.PREDICTIONS["toy/1"]
-    assert pairs[3].before == tmp_path / "3_before.png"
-    assert pairs[3].after == tmp_path / "3_after.png"
-    assert pairs[3].before_sha256 == hashlib.sha256(pairs[3].before.read_bytes()).digest() != pairs[3].after_sha256
+    paths = [tmp_path / f"3_{side}.png" for side in ("before", "after")]
+    assert pairs[3].images == tuple(ImageRef(str(path), hashlib.sha256(path.read_bytes()).digest()) for path in paths)
+    assert pairs[3].images[0].sha256 != pairs[3].images[1].sha256
 
 
 @pytest.mark.fault("17")
@@ -136,10 +137,10 @@ def test_a_lone_surrogate_in_a_caption_becomes_a_question_mark(folders: tuple[Pa
 
 @pytest.mark.fault("17")
 def test_a_record_without_references_and_change_types_is_read(folders: tuple[Path, Path]):
-    path = folders[0] / "records.parquet"
+    path = folders[0] / "records"
     rows = pq.read_table(path).to_pylist()
     rows[1] |= {"references": [], "change_types": None}
-    pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), path)
+    write_record_table(path, rows)
     pair = load_pairs(*folders).pairs[1]
     assert pair.references == [""]
     assert pair.change_types == []
@@ -147,7 +148,7 @@ def test_a_record_without_references_and_change_types_is_read(folders: tuple[Pat
 
 
 def test_records_without_a_test_pair_are_refused(folders: tuple[Path, Path]):
-    path = folders[0] / "records.parquet"
-    pq.write_table(pq.read_table(path).slice(6), path)
+    path = folders[0] / "records"
+    write_table(pq.read_table(path).slice(6), path)
     with raises(DataError, "scoring.no_test_record", path=path):
         load_pairs(*folders)

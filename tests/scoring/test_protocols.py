@@ -9,8 +9,16 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
-from m3diff.scoring.pairs import ALL_PAIRS
-from m3diff.scoring.protocols import apply_protocol, group_pairs, list_protocols, load_specs, select_protocols
+from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
+from m3diff.scoring.protocols import (
+    ProtocolPairs,
+    apply_protocol,
+    find_text_ids,
+    group_pairs,
+    list_protocols,
+    load_specs,
+    select_protocols,
+)
 from tests.errors import raises
 from tests.scoring import bench
 
@@ -183,3 +191,58 @@ def test_a_reader_that_is_no_name_is_refused(tmp_path: Path):
     (tmp_path / "toy.json").write_text('{"reader": ["pairs"]}')
     with raises(DataError, "scoring.reader_unknown", path=tmp_path / "toy.json", value=["pairs"]):
         load_specs(tmp_path, PAIRS)
+
+
+def make_question(number: int, *references: str, kind: str | None = None, question: str | None = "?") -> EvalPair:
+    return replace(bench.pair("", list(references), [], name=str(number)), question=question, kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("answers", "are_texts"),
+    [
+        ((["no change"], ["the red cube became dark blue"]), True),
+        ((["no"], ["a cube fell"], ["yes it did", ""]), False),
+        ((["新增了一栋"],), True),
+        ((["新增"],), False),
+        (([""],), False),
+    ],
+    ids=["four words on average", "shorter", "characters count as words", "few characters", "no words"],
+)
+def test_answers_of_a_kind_are_texts_if_they_have_four_words_on_average(answers, are_texts):
+    pairs = [make_question(number, *references) for number, references in enumerate(answers)]
+    pairs += [make_question(8, "yes", kind="other"), make_question(9, "gone", question=None)]
+    text_ids = {pair.id for pair in pairs[: len(answers)]} if are_texts else set()
+    assert find_text_ids(pairs) == text_ids | {"toy/9"}
+
+
+def test_some_pairs_of_a_protocol_are_in_its_groups():
+    pairs = [
+        make_question(0, "yes", kind="a/b"),
+        make_question(1, "one two three four five", kind="c"),
+        make_question(2, "x", question=None),
+    ]
+    protocol = ProtocolPairs("toy", Protocol("test", published_pairs=None), pairs)
+    selected = {records: protocol.select(records) for records in ("questions", "captions", "texts")}
+    assert {records: [pair.id for pair in selection.pairs] for records, selection in selected.items()} == {
+        "questions": ["toy/0", "toy/1"],
+        "captions": ["toy/2"],
+        "texts": ["toy/1", "toy/2"],
+    }
+    assert protocol.groups["by_kind/a/b"] == ["toy/0"]
+    assert selected["texts"].groups["by_kind/a/b"] == []
+    assert selected["texts"].groups["by_kind/c"] == ["toy/1"]
+    assert selected["texts"].groups[ALL_PAIRS] == ["toy/1", "toy/2"]
+    assert selected["captions"].select("captions") is selected["captions"]
+    only_captions = replace(protocol, pairs=pairs[2:])
+    assert only_captions.select("texts") is only_captions
+    assert not any(group.startswith("by_kind") for group in only_captions.groups)
+
+
+def test_short_answers_are_in_no_group_by_length_and_do_not_count_as_a_script():
+    texts = [make_question(n, "ein Haus wurde gebaut " * n, question=None) for n in (1, 4)]
+    answers = [make_question(n, "新增", kind="short") for n in range(5, 9)]
+    protocol = ProtocolPairs("toy", Protocol("test", published_pairs=None), [*texts, *answers])
+    assert protocol.groups["by_length/1-9"] == ["toy/1"]
+    assert protocol.groups["by_length/10-19"] == ["toy/4"]
+    assert protocol.script_counts.texts == 2
+    assert not protocol.counts_characters

@@ -10,16 +10,19 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
+from starlette.datastructures import Headers
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
-from m3diff.serving import limits
-from m3diff.serving.batcher import OVERLAY_PX
+from m3diff.models.sample_limits import TrainedOn
+from m3diff.serving import batcher, limits
+from m3diff.serving.batcher import OVERLAY_PX, RayDeployment
 from m3diff.serving.model_card import ModelCard, TrainingData
 from m3diff.serving.questions import NOTE, UNKNOWN_QUESTION_NOTE
 from m3diff.serving.refusals import RequestRefusedError
@@ -39,7 +42,8 @@ Serve = Callable[..., Service]
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    monkeypatch.setattr(batcher, "load", toy.load_toy)  # replicas of toys set it for their process; here it is restored
     folder = toy.write_toy(tmp_path / "one", "one")
     services = []
 
@@ -190,17 +194,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a field in JSON": (as_json(colour=1), "unknown_field", "colour: 1"),
     "another type": (typed(b"x", "text/plain"), "wrong_type", "Content-Type 'text/p"),
     "a form without a boundary": (typed(b"x", FORM), "not_a_form", "a multipart form"),
-    "chat: one image": (parts(TEXT, IMAGE), "wrong_parts", "1 image(s), 1 text(s); one message with"),
-    "chat: two texts": (parts(TEXT, IMAGE, IMAGE, TEXT), "wrong_parts", "2 image(s), 2 text(s); one"),
+    "chat: three images": (parts(TEXT, IMAGE, IMAGE, IMAGE), "wrong_parts", "3 images, 1 text; messages of"),
+    "chat: two texts": (
+        parts(TEXT, IMAGE, IMAGE, TEXT),
+        "wrong_parts",
+        "2 images, 2 texts: messages.0 has 2 texts",
+    ),
     "chat: an address": (parts(image_part("https://a.com/a.png"), IMAGE), "not_base64", f"{WHERE}https://a.com/a.png"),
     "chat: a file's": (parts(image_part("file:///etc/passwd"), IMAGE), "not_base64", f"{WHERE}file:///etc/passwd"),
     "chat: two messages": (
         messages({**USER, "content": [IMAGE]}, {**USER, "content": [SECOND_IMAGE]}),
         "wrong_parts",
-        "2 message(s)",
+        "2 messages",
     ),
     "chat: a system's": (messages({**USER, "role": "system"}, USER), "invalid_field", "messages.0.role: system"),
-    "chat: no message": (messages(), "wrong_parts", "messages: 0 message(s)"),
+    "chat: no message": (messages(), "wrong_parts", "messages: 0 messages"),
     "chat: a stream": (parts(IMAGE, IMAGE, stream=True), "invalid_field", "stream: True"),
     "chat: a special token": (parts(TEXT | {"text": "<image>"}, IMAGE, IMAGE), "special_token", "'<image>'"),
 }
@@ -424,7 +432,7 @@ def test_an_answer_without_a_question_has_no_note(route, request_, serve):
 )
 def test_a_request_without_a_question_asks_the_question_of_the_training(route, request_, serve, monkeypatch):
     monkeypatch.setattr(toy.ToyCaptioner, "question", "How many are new?")
-    monkeypatch.setattr(toy.ToyCaptioner, "trained_question", "How many are new?")
+    monkeypatch.setattr(toy.ToyCaptioner, "trained_on", TrainedOn("How many are new?"))
     answer = serve().post(route, **request_)
     assert "(How many are new?)" in answer.text
     assert "note" not in answer.json()
@@ -432,7 +440,7 @@ def test_a_request_without_a_question_asks_the_question_of_the_training(route, r
 
 
 def test_an_answer_of_a_model_whose_question_is_unknown_has_a_note(serve, monkeypatch):
-    monkeypatch.setattr(toy.ToyCaptioner, "trained_question", None)
+    monkeypatch.setattr(toy.ToyCaptioner, "trained_on", TrainedOn())
     assert serve().post(CAPTION, **PAIR).json()["note"] == UNKNOWN_QUESTION_NOTE
     monkeypatch.setattr(toy.ToyCaptioner, "family", FAMILIES["blip2idc"])
     assert "note" not in serve().post(CAPTION, **PAIR).json(), "the model reads no question"
@@ -442,7 +450,8 @@ def test_the_card_of_the_current_model_is_served(serve):
     data = TrainingData(dataset="minichange", is_drawn=True, pairs=2564)
     card = {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,)}
     served_card = serve(card=card).get("/model").json()
-    assert served_card == ModelCard("m3diff/1", **card).as_dict() | {"reads_question": True, "question": QUESTION}
+    abilities = {"reads_question": True, "question": QUESTION, "images": [2], "turns": 1}
+    assert served_card == ModelCard("m3diff/1", **card).as_dict() | abilities
     assert served_card["version"] == "1"
     assert served_card["knows_photographs"] is False
 
@@ -505,6 +514,19 @@ def test_a_server_without_a_model_is_healthy_and_not_ready(serve):
         assert "retry-after" in answer.headers
 
 
+def test_a_request_before_the_model_is_loaded_is_told_what_happens_and_how_to_wait(serve):
+    service = serve(is_ready=False)
+    body = service.post(CAPTION, **PAIR).json()
+    assert body["error"] == "not_ready"
+    assert body["field"] is None
+    assert "is still loading" in body["found"]
+    assert "GET /readyz" in body["remedy"]
+    assert "Retry-After" in body["remedy"]
+    error = service.get("/v1/models").json()["error"]
+    assert error["code"] == "not_ready"
+    assert error["message"] == f"{body['found']}; {body['limit']}; {body['remedy']}"
+
+
 async def sent(part: bytes, count: int, pause_s: float = 0) -> AsyncIterator[bytes]:
     """Yield the parts of a body whose length is not announced."""
     for _ in range(count):
@@ -518,6 +540,20 @@ def test_a_request_of_too_many_bytes_is_refused(serve):
         answer = service.post(CAPTION, **typed(body))
         assert answer.status_code == 413
         assert answer.json()["limit"] == "at most 1 MB a request (serve.max_request_mb)"
+
+
+def test_the_rest_of_a_request_of_too_many_bytes_is_read_up_to_a_limit(serve, monkeypatch):
+    monkeypatch.setattr(limits, "DISCARDED_BYTES", 500_000)
+    sent_parts = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal sent_parts
+        async for part in sent(bytes(100_000), 30):
+            sent_parts += 1
+            yield part
+
+    assert serve(max_request_mb=1).post(CAPTION, **typed(body())).status_code == 413
+    assert sent_parts == 16, "11 parts until the limit is exceeded, and 5 that are discarded"
 
 
 def test_a_chat_of_too_many_bytes_is_refused_in_openais_form(serve):
@@ -546,6 +582,17 @@ def test_a_full_queue_refuses_at_once_and_loses_no_other_request(serve):
     assert refusals[0].headers["retry-after"] == "1"
     assert refusals[0].json()["limit"] == "at most 3 at a time (serve.max_queue)"
     assert service.post(CAPTION, **PAIR).status_code == 200
+
+
+def test_the_length_of_the_queue_counts_a_request_in_progress(serve):
+    service = serve()
+
+    async def metrics_meanwhile() -> httpx.Response:
+        upload = limits.Upload(lambda: asyncio.sleep(0, {}), Headers(), service.cfg)
+        with service.server.capacity.reserve(upload):
+            return await service.ask("GET", "/metrics")
+
+    assert "m3diff_queue_length 1.0" in service.run(metrics_meanwhile()).text.splitlines()
 
 
 def large_image() -> bytes:
@@ -599,6 +646,27 @@ def test_an_answer_that_takes_too_long_is_cancelled(serve, monkeypatch):
     assert len(captioned) < 8, "pairs whose clients are gone were captioned"
     service.server.settings = service.cfg.model_copy(update={"answer_s": 60})
     assert service.post(CAPTION, **PAIR).status_code == 200, "the model goes on"
+
+
+class EndlessResponse:
+    """The response of a replica on a cluster that never answers."""
+
+    is_cancelled = False
+
+    def __await__(self) -> Any:
+        return asyncio.Event().wait().__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+def test_a_question_to_a_cluster_is_cancelled_if_nobody_waits_for_it_any_more():
+    response = EndlessResponse()
+    deployment = RayDeployment.__new__(RayDeployment)
+    deployment.handle = SimpleNamespace(ask=SimpleNamespace(remote=lambda request: response))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(deployment.ask(None), 0.01))
+    assert response.is_cancelled
 
 
 OTHER_TOKENS = {

@@ -16,10 +16,22 @@ from m3diff.__main__ import DATA_REFUSED, USAGE, main
 from m3diff.images.enlarge import enlarge
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
+from m3diff.models.checkpoint import read_sample_limits, read_trained_on
+from m3diff.models.contract import Prepared, Takes
 from m3diff.models.generation import QUESTION, load_captioner
-from m3diff.records.errors import DataError, Fault
+from m3diff.models.sample_limits import TrainedOn, describe_image_counts
+from m3diff.records.errors import DataError, Fault, ValueFault
+from m3diff.records.sample import Turn
 from m3diff.registry import model_source, tracking, versions
-from m3diff.serving.caption import BATCH_PAIRS, PairToCaption, caption_pairs, find_pairs
+from m3diff.serving.caption import (
+    BATCH_INPUTS,
+    CaptionInput,
+    CaptionOutput,
+    answer_inputs,
+    ask_question,
+    check_inputs,
+    find_inputs,
+)
 from m3diff.serving.questions import NOTE
 from m3diff.settings.section import ParamsError
 from tests.errors import Message, raises
@@ -37,17 +49,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    for number in range(BATCH_PAIRS + 5):
+    for number in range(BATCH_INPUTS + 5):
         noise_image(number, (40, 40)).save(tmp_path / f"{number}.png")
     return tmp_path
 
 
-def pairs(images: Path, count: int) -> list[PairToCaption]:
-    return [PairToCaption(f"p{n}", images / f"{n}.png", images / f"{n + 1}.png") for n in range(count)]
+def pairs(images: Path, count: int, question: str | None = None) -> list[CaptionInput]:
+    files = [images / f"{number}.png" for number in range(count + 1)]
+    return [CaptionInput(f"p{number}", (files[number], files[number + 1]), question) for number in range(count)]
 
 
-def opened_pairs(images: Path, count: int) -> list[tuple[Image.Image, Image.Image]]:
-    return [(load_image(pair.before), load_image(pair.after)) for pair in pairs(images, count)]
+def opened_pairs(images: Path, count: int) -> list[tuple[Image.Image, ...]]:
+    return [tuple(load_image(image) for image in pair.images) for pair in pairs(images, count)]
 
 
 def caption(checkpoint: Path, *arguments: object) -> int:
@@ -56,10 +69,10 @@ def caption(checkpoint: Path, *arguments: object) -> int:
 
 def test_every_pair_has_its_own_answer_in_order_over_the_batches(checkpoint, images, capsys):
     captioner = load_captioner(checkpoint)
-    image_pairs = pairs(images, BATCH_PAIRS + 3)
-    answers = list(caption_pairs(captioner, image_pairs, None, None))
-    assert [answer.pair for answer in answers] == image_pairs
-    single_captions = [next(caption_pairs(captioner, [pair], None, None)).caption for pair in image_pairs]
+    image_pairs = pairs(images, BATCH_INPUTS + 3)
+    answers = list(answer_inputs(captioner, image_pairs, None))
+    assert [answer.input for answer in answers] == image_pairs
+    single_captions = [next(answer_inputs(captioner, [pair], None)).caption for pair in image_pairs]
     assert [answer.caption for answer in answers] == single_captions
     assert len(set(single_captions)) > 1, "equal captions would not show their order"
     capsys.readouterr()
@@ -99,29 +112,44 @@ def test_a_question_with_an_image_placeholder_is_refused(checkpoint, images, cap
 
 
 def test_a_question_to_a_model_that_reads_no_questions_is_refused(images):
-    model: Any = SimpleNamespace(family=FAMILIES["blip2idc"])
+    takes = FAMILIES["blip2idc"].takes
     with raises(ParamsError, "serving.question_not_read", value="Is a cup gone?"):
-        next(caption_pairs(model, pairs(images, 1), "Is a cup gone?", None))
+        ask_question(pairs(images, 1), "Is a cup gone?", takes)
+    assert ask_question(pairs(images, 1), None, takes) == pairs(images, 1)
 
 
 SIDE = 13 * 40  # pixels of an image of 40 that is drawn large enough to be seen
 
 
 class Model:
-    """A captioner that returns these maps, and records the questions and the last images."""
+    """A captioner that returns these maps, and records the dialogues and the last images."""
 
-    processor = SimpleNamespace(prepare_image=np.asarray, encode_prompt=lambda question: ())
-    family = SimpleNamespace(reads_question=True)
-    trained_question = "What has changed?"
+    family = SimpleNamespace(takes=Takes())
+    trained_on = TrainedOn("What has changed?")
+    question = "What has changed?"
 
     def __init__(self, maps: np.ndarray | None) -> None:
         self.maps = maps
-        self.questions = list[str]()
+        self.dialogues = list[Any]()
+        self.batches = list[int]()
+        self.images = list[Any]()
+        self.processor = SimpleNamespace(
+            prepare=prepare_images, encode_prompt=lambda turns, marks: tuple(range(len(str(turns))))
+        )
 
-    def answer(self, prepared: list[np.ndarray], question: str, saliency: bool) -> Any:
-        self.questions.append(question)
-        self.images = prepared
-        return ["same"] * (len(prepared) // 2), self.maps
+    def ask(self, question: str | None) -> Turn:
+        return Turn(question or self.question)
+
+    def answer(self, prepared: list[Prepared], dialogues: list[Any], saliency: bool) -> Any:
+        self.dialogues += dialogues
+        self.batches.append(len(prepared))
+        self.images = [images.tensors["images"] for images in prepared]
+        return ["same"] * len(prepared), self.maps
+
+
+def prepare_images(images: Any) -> Prepared:
+    pixels: Any = np.stack([np.asarray(image) for image in images]) if images else np.zeros(0)
+    return Prepared({"images": pixels}, ("",) * len(pixels))
 
 
 def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkpoint, images, tmp_path):
@@ -132,7 +160,7 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
     grids = np.full((3, 4, 4), 1 / 16, np.float16)
     grids[1, 0, 0] *= 8
     model: Any = Model(grids)
-    list(caption_pairs(model, pairs(images, 3), None, tmp_path / "made"))
+    list(answer_inputs(model, pairs(images, 3), tmp_path / "made"))
     for number in range(3):
         sheet = np.asarray(Image.open(tmp_path / "made" / f"p{number}.png"))
         assert sheet.shape[1] == 2 * SIDE + 12
@@ -145,8 +173,8 @@ def test_each_pair_s_overlay_has_its_own_map_and_both_images_side_by_side(checkp
 @pytest.mark.parametrize("question", [None, "Is a cup gone?"], ids=["none", "a question"])
 def test_a_model_is_asked_the_question_or_its_own(question, images):
     model: Any = Model(None)
-    list(caption_pairs(model, pairs(images, 1), question, None))
-    assert model.questions == [question]
+    list(answer_inputs(model, pairs(images, 1, question), None))
+    assert model.dialogues == [(Turn(question or "What has changed?"),)]
 
 
 def test_a_checkpoint_is_asked_the_question_of_its_training_by_default(checkpoint, images, tmp_path):
@@ -158,7 +186,7 @@ def test_a_checkpoint_is_asked_the_question_of_its_training_by_default(checkpoin
         fields = {**manifest, "base": str(checkpoint / manifest["base"]), "trained_on": trained_on}
         (tmp_path / name / "manifest.json").write_text(json.dumps(fields))
         captioner = load_captioner(tmp_path / name, 5)
-        captions[name] = [answer.caption for answer in caption_pairs(captioner, pairs(images, 3), None, None)]
+        captions[name] = [answer.caption for answer in answer_inputs(captioner, pairs(images, 3), None)]
         assert captions[name] == captioner.caption(opened_pairs(images, 3), captioner.question)
         assert captioner.question == (question if name == "trained" else QUESTION)
     assert captions["earlier"] == captions["empty"] != captions["trained"]
@@ -166,8 +194,8 @@ def test_a_checkpoint_is_asked_the_question_of_its_training_by_default(checkpoin
 
 def test_a_model_gets_the_image_before_first(images):
     model: Any = Model(None)
-    list(caption_pairs(model, pairs(images, 1), None, None))
-    before, after = model.images
+    list(answer_inputs(model, pairs(images, 1), None))
+    ((before, after),) = model.images
     assert np.array_equal(before, noise_image(0, (40, 40)))
     assert np.array_equal(after, noise_image(1, (40, 40)))
 
@@ -175,7 +203,7 @@ def test_a_model_gets_the_image_before_first(images):
 def test_overlays_of_a_model_without_maps_are_refused(images):
     model: Any = Model(None)
     with raises(DataError, "serving.no_saliency_maps"):
-        list(caption_pairs(model, pairs(images, 1), None, images / "o.png"))
+        list(answer_inputs(model, pairs(images, 1), images / "o.png"))
 
 
 STORE = ("sqlite:///:memory:", "m3diff")
@@ -209,35 +237,35 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_two_folders_are_pairs_by_name_in_any_format(folder):
-    a = PairToCaption("a", folder / "one/a.png", folder / "other/a.png")
-    b = PairToCaption("b", folder / "one/b.JPG", folder / "other/b.webp")
-    assert find_pairs(folder / "one", folder / "other") == [a, b]
+    a = CaptionInput("a", (folder / "one/a.png", folder / "other/a.png"))
+    b = CaptionInput("b", (folder / "one/b.JPG", folder / "other/b.webp"))
+    assert find_inputs(folder / "one", folder / "other") == [a, b]
 
 
 def test_hidden_files_and_folders_are_no_images(folder):
     for side in ("one", "other"):
         (folder / side / "._a.png").write_bytes(b"\0\5\26\7")
         (folder / side / ".hidden").mkdir()
-    assert [pair.name for pair in find_pairs(folder / "one", folder / "other")] == ["a", "b"]
+    assert [pair.name for pair in find_inputs(folder / "one", folder / "other")] == ["a", "b"]
 
 
 def test_one_name_in_two_formats_is_two_images(folder):
     for file in ("one/c.png", "one/c.jpg", "other/c.png", "other/c.jpg"):
         (folder / file).touch()
-    names = [pair.name for pair in find_pairs(folder / "one", folder / "other")]
+    names = [pair.name for pair in find_inputs(folder / "one", folder / "other")]
     assert names == ["a", "b", "c.jpg", "c.png"]
 
 
 def test_two_images_are_one_pair(folder):
-    assert find_pairs(folder / "x.png", folder / "y.png") == [PairToCaption("x", folder / "x.png", folder / "y.png")]
+    assert find_inputs(folder / "x.png", folder / "y.png") == [CaptionInput("x", (folder / "x.png", folder / "y.png"))]
 
 
 def test_a_table_names_paths_from_its_own_folder(folder):
     text = f"\ufeffid,after,before\n7,y.png,x.png\n8,{folder}/x.png,one/a.png\n"
     (folder / "pairs.csv").write_text(text, encoding="utf-8")
-    assert find_pairs(folder / "pairs.csv", None) == [
-        PairToCaption("x", folder / "x.png", folder / "y.png"),
-        PairToCaption("a", folder / "one/a.png", folder / "x.png"),
+    assert find_inputs(folder / "pairs.csv", None) == [
+        CaptionInput("x", (folder / "x.png", folder / "y.png")),
+        CaptionInput("a", (folder / "one/a.png", folder / "x.png")),
     ]
 
 
@@ -261,13 +289,6 @@ NO_PAIR = [
         "serving.unusable_path",
         {"path": "{folder}/t.csv, line 2", "key": "after"},
     ),
-    (
-        "x.png",
-        None,
-        "",
-        "serving.image_without_second",
-        {"path": "{folder}/x.png", "command": "m3diff caption {folder}/x.png AFTER"},
-    ),
 ]
 
 
@@ -275,7 +296,7 @@ NO_PAIR = [
 def test_paths_that_are_no_pair_are_refused(folder, before, after, table, code, fields):
     (folder / "t.csv").write_text(table)
     with raises(DataError, code) as refused:
-        find_pairs(folder / before, after and folder / after)
+        find_inputs(folder / before, after and folder / after)
     values = {name: str(refused.value.fields[name]) for name in fields}
     assert values == {name: value.format(folder=folder) for name, value in fields.items()}
 
@@ -286,13 +307,13 @@ def test_only_the_first_of_many_unmatched_names_are_listed(folder):
         (folder / "many" / f"n{number}.png").touch()
     fault = Fault("serving.unmatched_names", value=11, names=["a", "b", "n0", "n1", "n2", "..."])
     with raises(DataError, "serving.names_do_not_match", faults=[fault]):
-        find_pairs(folder / "one", folder / "many")
+        find_inputs(folder / "one", folder / "many")
 
 
 def test_a_row_with_another_number_of_fields_than_the_header_is_refused(folder):
     (folder / "t.csv").write_text("before,after\nx.png,y.png\nx.png\n")
     with pytest.raises(DataError, match="t.csv, line 3"):
-        find_pairs(folder / "t.csv", None)
+        find_inputs(folder / "t.csv", None)
 
 
 @pytest.mark.parametrize("path_in_table", ["../x.png", "{folder}/x.png", "one/../../x.png", "link.png", "..\\x.png"])
@@ -305,13 +326,13 @@ def test_paths_in_a_table_stay_in_its_folder_or_in_the_image_root(folder, path_i
     location = f"{table}, line 2"
     code = "serving.link_out_of_folder" if path_in_table == "link.png" else "serving.unusable_path"
     with raises(DataError, code, path=location, key="after"):
-        find_pairs(table, None)
+        find_inputs(table, None)
     if "\\" not in path_in_table:
-        (pair,) = find_pairs(table, None, folder)
-        assert pair.before == table.parent / "in.png"
-        assert pair.after.resolve() == folder / "x.png"
+        (pair,) = find_inputs(table, None, folder)
+        assert pair.images[0] == table.parent / "in.png"
+        assert pair.images[1].resolve() == folder / "x.png"
     with raises(DataError, code, path=location, key="after"):
-        find_pairs(table, None, folder / "other")
+        find_inputs(table, None, folder / "other")
 
 
 def test_the_folders_of_the_readme_are_pairs(tmp_path):
@@ -319,9 +340,9 @@ def test_the_folders_of_the_readme_are_pairs(tmp_path):
         (tmp_path / folder).mkdir()
         for number in (3, 1, 2):
             (tmp_path / folder / f"CLEVR_{kind}_{number:06}.png").touch()
-    pairs = find_pairs(tmp_path / "images", tmp_path / "sc_images")
+    pairs = find_inputs(tmp_path / "images", tmp_path / "sc_images")
     assert [pair.name for pair in pairs] == [f"CLEVR_default_{number:06}" for number in (1, 2, 3)]
-    assert [pair.after.name for pair in pairs] == [f"CLEVR_semantic_{number:06}.png" for number in (1, 2, 3)]
+    assert [pair.images[1].name for pair in pairs] == [f"CLEVR_semantic_{number:06}.png" for number in (1, 2, 3)]
 
 
 def test_folders_whose_names_do_not_match_are_refused_with_the_names_and_a_remedy(tmp_path):
@@ -332,7 +353,7 @@ def test_folders_whose_names_do_not_match_are_refused_with_the_names_and_a_remed
     fault = Fault("serving.unmatched_names", value=2, names=["IMG_1", "IMG_3"])
     folders = {"before": tmp_path / "a", "after": tmp_path / "b"}
     with raises(DataError, "serving.names_do_not_match", **folders, faults=[fault]):
-        find_pairs(tmp_path / "a", tmp_path / "b")
+        find_inputs(tmp_path / "a", tmp_path / "b")
 
 
 def test_two_names_of_a_folder_that_mean_one_image_are_named(tmp_path):
@@ -342,7 +363,7 @@ def test_two_names_of_a_folder_that_mean_one_image_are_named(tmp_path):
             (tmp_path / folder / f"{name}.png").touch()
     fault = Fault("serving.ambiguous_names", names=["0001", "001", "01", "1"])
     with raises(DataError, "serving.names_do_not_match") as refused:
-        find_pairs(tmp_path / "a", tmp_path / "b")
+        find_inputs(tmp_path / "a", tmp_path / "b")
     assert fault in refused.value.fields["faults"]
 
 
@@ -350,7 +371,7 @@ def test_a_single_folder_is_refused_and_its_table_is_suggested(folder):
     (folder / "pairs.csv").write_text("before,after\nx.png,y.png\n")
     command = f"m3diff caption {folder / 'pairs.csv'}"
     with raises(DataError, "serving.table_in_folder", path=folder, table="pairs.csv", command=command):
-        find_pairs(folder, None)
+        find_inputs(folder, None)
 
 
 def test_columns_in_unclear_order_are_refused_until_they_are_named(folder):
@@ -358,36 +379,36 @@ def test_columns_in_unclear_order_are_refused_until_they_are_named(folder):
     table.write_text("links;rechts\nx.png;y.png\n")
     options = ["--before links --after rechts", "--before rechts --after links"]
     with raises(DataError, "serving.ambiguous_image_columns", path=table, options=options):
-        find_pairs(table, None)
-    (pair,) = find_pairs(table, None, columns={"before": "rechts", "after": "links"})
-    assert pair.before == folder / "y.png"
-    assert pair.after == folder / "x.png"
+        find_inputs(table, None)
+    (pair,) = find_inputs(table, None, columns={"before": "rechts", "after": "links"})
+    assert pair.images[0] == folder / "y.png"
+    assert pair.images[1] == folder / "x.png"
 
 
 def test_named_columns_take_precedence_over_detected_ones(folder):
     (folder / "t.csv").write_text("before,after,retouched\nx.png,y.png,one/a.png\n")
-    (pair,) = find_pairs(folder / "t.csv", None, columns={"before": "after", "after": "retouched"})
-    assert pair.before == folder / "y.png"
-    assert pair.after == folder / "one/a.png"
+    (pair,) = find_inputs(folder / "t.csv", None, columns={"before": "after", "after": "retouched"})
+    assert pair.images[0] == folder / "y.png"
+    assert pair.images[1] == folder / "one/a.png"
 
 
 def test_a_missing_column_is_refused(folder):
     (folder / "t.csv").write_text("before,after\nx.png,y.png\n")
     with pytest.raises(DataError, match="Vorher"):
-        find_pairs(folder / "t.csv", None, columns={"before": "Vorher", "after": "after"})
+        find_inputs(folder / "t.csv", None, columns={"before": "Vorher", "after": "after"})
 
 
 @pytest.mark.parametrize(("before", "after"), [("x.png", "y.png"), ("one", "other")], ids=["two images", "two folders"])
 def test_columns_need_a_table(before, after, folder):
     with raises(ParamsError, "serving.columns_without_table"):
-        find_pairs(folder / before, folder / after, columns={"before": "a", "after": "b"})
+        find_inputs(folder / before, folder / after, columns={"before": "a", "after": "b"})
 
 
 @pytest.mark.parametrize(("side", "other_side"), [("before", "after"), ("after", "before")])
 def test_columns_of_both_images_are_needed(side, other_side, folder):
     (folder / "t.csv").write_text("a,b\nx.png,y.png\n")
     with raises(ParamsError, "serving.one_column", names=[f"--{side}"], expected=f"--{other_side} COLUMN"):
-        find_pairs(folder / "t.csv", None, columns={side: "a"})
+        find_inputs(folder / "t.csv", None, columns={side: "a"})
 
 
 NAMES_OF_PAIRS = {
@@ -404,19 +425,19 @@ NAMES_OF_PAIRS = {
 def test_pairs_of_a_table_get_distinct_names_from_their_files(before, names, tmp_path):
     rows = "".join(f"{path},after.png\n" for path in before)
     (tmp_path / "t.csv").write_text(f"before,after\n{rows}")
-    assert [pair.name for pair in find_pairs(tmp_path / "t.csv", None)] == names
+    assert [pair.name for pair in find_inputs(tmp_path / "t.csv", None)] == names
 
 
 def test_pairs_with_the_same_image_before_are_named_after_both_images(tmp_path):
     (tmp_path / "t.csv").write_text("before,after\na.png,b.png\na.png,c.png\n")
-    assert [pair.name for pair in find_pairs(tmp_path / "t.csv", None)] == ["a-b", "a-c"]
+    assert [pair.name for pair in find_inputs(tmp_path / "t.csv", None)] == ["a-b", "a-c"]
 
 
 def test_a_file_url_into_the_tables_folder_is_a_path(folder):
     (folder / "t.csv").write_text(f"before,after\nfile://{folder}/x.png,{folder}/y.png\n")
-    (pair,) = find_pairs(folder / "t.csv", None)
-    assert pair.before == folder / "x.png"
-    assert pair.after == folder / "y.png"
+    (pair,) = find_inputs(folder / "t.csv", None)
+    assert pair.images[0] == folder / "x.png"
+    assert pair.images[1] == folder / "y.png"
 
 
 def test_json_names_the_model_and_its_version(checkpoint, images, capsys):
@@ -432,7 +453,7 @@ def test_json_names_the_model_and_its_version(checkpoint, images, capsys):
 )
 def test_the_answer_to_any_other_question_has_a_note(question, is_noted, images):
     model: Any = Model(None)
-    (answer,) = caption_pairs(model, pairs(images, 1), question, None)
+    (answer,) = answer_inputs(model, pairs(images, 1, question), None)
     assert (answer.note is not None) == is_noted
     assert ("note" in answer.as_dict("m3diff/1")) == is_noted
 
@@ -475,7 +496,7 @@ def test_a_large_image_is_not_enlarged():
 def test_an_unreadable_embedded_image_is_named_after_the_table(images):
     model: Any = Model(None)
     embedded: Any = SimpleNamespace(manifest="pairs.parquet", name="0", read=lambda: b"no image")
-    (answer,) = caption_pairs(model, [PairToCaption("p", embedded, images / "0.png")], None, None)
+    (answer,) = answer_inputs(model, [CaptionInput("p", (embedded, images / "0.png"))], None)
     assert answer.fault is not None
     assert answer.fault.code == "images.text"
     assert answer.fault.fields["path"] == "pairs.parquet#bytes=0"
@@ -484,7 +505,250 @@ def test_an_unreadable_embedded_image_is_named_after_the_table(images):
 
 def test_a_missing_image_is_named_and_the_other_pairs_are_captioned(images):
     model: Any = Model(None)
-    image_pairs = [*pairs(images, 1), PairToCaption("gone", images / "0.png", images / "gone.png")]
-    answers = list(caption_pairs(model, image_pairs, None, None))
+    image_pairs = [*pairs(images, 1), CaptionInput("gone", (images / "0.png", images / "gone.png"))]
+    answers = list(answer_inputs(model, image_pairs, None))
     assert [answer.caption for answer in answers] == ["same", None]
     assert answers[1].fault == Fault("serving.missing_image", path=images / "gone.png")
+
+
+# One image, questions of a table and dialogues
+
+
+PAIRS_ONLY = TrainedOn(QUESTION)
+EVERYTHING = TrainedOn(QUESTION, images=(0, 1, 2), turns=3)
+
+
+def trained_copy(checkpoint: Path, folder: Path, **trained_on: Any) -> Path:
+    """Copy a checkpoint and change what its manifest says about its training."""
+    shutil.copytree(checkpoint, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest |= {"base": str(checkpoint / manifest["base"]), "trained_on": {"question": QUESTION} | trained_on}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_one_image_is_an_input(folder):
+    assert find_inputs(folder / "x.png", None) == [CaptionInput("x", (folder / "x.png",))]
+
+
+def test_one_image_for_a_model_of_pairs_lacks_the_second(checkpoint, images, capsys):
+    assert caption(checkpoint, images / "0.png") == DATA_REFUSED
+    command = f"m3diff caption {images / '0.png'} AFTER"
+    printed = capsys.readouterr().err
+    assert Message("serving.image_without_second", path=images / "0.png", command=command).in_text(printed)
+
+
+def test_one_image_is_answered_by_a_model_that_was_trained_on_one(checkpoint, images, tmp_path, capsys):
+    model = trained_copy(checkpoint, tmp_path / "one", images=[1, 2])
+    assert caption(model, images / "0.png", "--json", "--question", "How many?") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["image"] == str(images / "0.png")
+    assert "before" not in row
+    captioner = load_captioner(model)
+    prepared = captioner.processor.prepare([load_image(images / "0.png")])
+    (expected,), _ = captioner.answer([prepared], [(Turn("How many?"),)])
+    assert row["caption"] == expected
+
+
+def test_the_questions_and_the_history_of_a_table_are_asked(checkpoint, images, tmp_path, capsys):
+    model = trained_copy(checkpoint, tmp_path / "turns", images=[1, 2], turns=2)
+    rows = [
+        {"images": ["0.png", "1.png"], "question": "Is it red?"},
+        {"images": ["0.png", "1.png"], "question": "Why?", "history": [{"question": "Is it red?", "answer": "Yes."}]},
+        {"images": ["2.png"], "question": "How many?", "history": "[]"},
+        {"images": ["2.png", "3.png"], "question": "", "history": None},
+    ]
+    (images / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert caption(model, images / "t.jsonl", "--json") == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    captioner = load_captioner(model)
+    dialogues = [
+        (Turn("Is it red?"),),
+        (Turn("Is it red?", "Yes."), Turn("Why?")),
+        (Turn("How many?"),),
+        (Turn(QUESTION),),
+    ]
+    for row, turns, answer in zip(rows, dialogues, answers, strict=True):
+        prepared = captioner.processor.prepare([load_image(images / name) for name in row["images"]])
+        (expected,), _ = captioner.answer([prepared], [turns])
+        assert answer["caption"] == expected
+    assert [answer.get("question") for answer in answers] == ["Is it red?", "Why?", "How many?", None]
+
+
+def test_the_question_of_the_option_replaces_those_of_the_table(images):
+    (images / "t.csv").write_text("before,after,question\n0.png,1.png,Is it red?\n1.png,2.png,\n")
+    inputs = find_inputs(images / "t.csv", None)
+    assert [item.question for item in inputs] == ["Is it red?", None]
+    assert [item.question for item in ask_question(inputs, "Why?", Takes())] == ["Why?", "Why?"]
+    assert ask_question(inputs, None, Takes()) == inputs
+
+
+def test_a_table_with_a_column_image_has_single_images(images):
+    (images / "t.csv").write_text("image,question\n0.png,Is it red?\n1.png,Why?\n")
+    assert find_inputs(images / "t.csv", None) == [
+        CaptionInput("0", (images / "0.png",), "Is it red?"),
+        CaptionInput("1", (images / "1.png",), "Why?"),
+    ]
+
+
+def test_rows_without_images_have_names_of_their_own(images):
+    rows = [{"images": [], "question": "Why?"}, {"images": ["0.png"]}, {"images": [], "question": "How?"}]
+    (images / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    inputs = find_inputs(images / "t.jsonl", None)
+    assert [item.name for item in inputs] == ["question-00001", "0", "question-00003"]
+    assert [len(item.images) for item in inputs] == [0, 1, 0]
+
+
+TURNS = {
+    "objects in JSON": '[{"question": "a", "answer": "b"}]',
+    "lists in JSON": '[["a", "b"]]',
+    "objects": [{"question": "a", "answer": "b"}],
+    "lists": [["a", "b"]],
+}
+
+
+@pytest.mark.parametrize("value", TURNS.values(), ids=TURNS)
+def test_the_turns_of_a_history_are_objects_or_lists(value, images):
+    row = {"before": "0.png", "after": "1.png", "question": "c", "history": value}
+    (images / "t.jsonl").write_text(json.dumps(row))
+    (item,) = find_inputs(images / "t.jsonl", None)
+    assert item.history == (Turn("a", "b"),)
+
+
+BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "history that is no JSON": ({"history": "Is it red?"}, "serving.unusable_history"),
+    "a turn without an answer": ({"history": [["a"]]}, "serving.unusable_history"),
+    "a turn with an empty answer": ({"history": [{"question": "a", "answer": " "}]}, "serving.unusable_history"),
+    "a turn that is a text": ({"history": ["ab"]}, "serving.unusable_history"),
+    "history that is an object": ({"history": {"question": "a", "answer": "b"}}, "serving.unusable_history"),
+    "history that is a number": ({"history": 3}, "serving.unusable_history"),
+    "a question that is a number": ({"question": 3}, "serving.no_text"),
+    "three images": ({"images": ["0.png", "1.png", "2.png"]}, "serving.not_a_list_of_images"),
+    "images that are a text": ({"images": "0.png"}, "serving.not_a_list_of_images"),
+    "an image that is null": ({"images": ["0.png", None]}, "serving.no_path"),
+}
+
+
+@pytest.mark.parametrize(("change", "code"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_refused_with_its_line(change, code, images):
+    good_row = {"images": ["0.png", "1.png"], "question": "a"}
+    (images / "t.jsonl").write_text(f"{json.dumps(good_row)}\n{json.dumps(good_row | change)}\n")
+    with raises(DataError, code, path=f"{images / 't.jsonl'}, line 2"):
+        find_inputs(images / "t.jsonl", None)
+
+
+def test_a_row_without_its_image_is_refused(images):
+    (images / "t.csv").write_text("image,question\n0.png,a\n,b\n")
+    with raises(DataError, "serving.no_path", path=f"{images / 't.csv'}, line 3", key="image"):
+        find_inputs(images / "t.csv", None)
+
+
+PICTURE = Path("a.png")
+ONE_IMAGE = CaptionInput("a", (PICTURE,))
+PAIR = CaptionInput("b", (PICTURE, PICTURE))
+FOLLOW_UP = CaptionInput("c", (PICTURE, PICTURE), "Why?", (Turn("a", "b"),))
+UNANSWERABLE = [
+    ([ONE_IMAGE], PAIRS_ONLY, Takes(), "serving.image_without_second"),
+    ([ONE_IMAGE], TrainedOn(images=(0, 2)), Takes(), "models.images_not_trained"),
+    ([ONE_IMAGE], PAIRS_ONLY, FAMILIES["blip2idc"].takes, "serving.image_without_second"),
+    ([CaptionInput("d", ())], PAIRS_ONLY, FAMILIES["blip2idc"].takes, "models.images_not_taken"),
+    ([FOLLOW_UP], PAIRS_ONLY, Takes(), "models.history_not_trained"),
+    ([FOLLOW_UP], EVERYTHING, Takes(turns=False), "models.history_not_read"),
+    ([FOLLOW_UP], EVERYTHING, Takes(questions=False), "models.question_not_read"),
+    ([ONE_IMAGE, FOLLOW_UP], PAIRS_ONLY, Takes(), "serving.no_answerable_input"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "trained_on", "takes", "code"), UNANSWERABLE)
+def test_inputs_that_the_model_cannot_answer_are_refused_before_it_is_loaded(inputs, trained_on, takes, code):
+    with raises(DataError, code):
+        check_inputs(inputs, takes, trained_on)
+    check_inputs([*inputs, PAIR], takes, trained_on)
+
+
+def test_a_model_is_not_loaded_for_inputs_that_it_cannot_answer(checkpoint, images, monkeypatch, capsys):
+    monkeypatch.setattr(model_source, "load", lambda source: pytest.fail("the model was loaded"))
+    (images / "t.csv").write_text("image\n0.png\n1.png\n")
+    assert caption(checkpoint, images / "t.csv") == DATA_REFUSED
+    cause = Fault("models.images_not_trained", value=1, expected="2 images")
+    assert Message("serving.no_answerable_input", inputs=2, cause=cause).in_text(capsys.readouterr().err)
+
+
+def test_a_row_that_the_model_cannot_answer_is_reported_and_the_others_are_answered(checkpoint, images, capsys):
+    rows = [{"images": ["0.png"]}, {"images": ["0.png", "1.png"]}]
+    (images / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert caption(checkpoint, images / "t.jsonl", "--json") == DATA_REFUSED
+    refused, answered = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert refused["error"] == str(Fault("models.images_not_trained", value=1, expected="2 images"))
+    assert answered["caption"] is not None
+
+
+def test_a_question_of_a_table_that_cannot_be_encoded_is_a_fault_of_its_row(images):
+    model: Any = Model(None)
+
+    def encode_prompt(turns: Any, marks: Any) -> tuple[int, ...]:
+        if "<image>" in turns[-1].question:
+            raise ValueFault("models.question_with_image_mark", value="<image>")
+        return (1,)
+
+    model.processor.encode_prompt = encode_prompt
+    inputs = [*pairs(images, 1, "a <image>"), *pairs(images, 1)]
+    refused, answered = answer_inputs(model, inputs, None)
+    assert refused == CaptionOutput(inputs[0], None, Fault("models.question_with_image_mark", value="<image>"))
+    assert answered.caption == "same"
+
+
+def test_inputs_are_batched_by_the_number_of_images_and_the_length_of_the_prompt(images):
+    model: Any = Model(None)
+    model.trained_on = EVERYTHING
+    single = CaptionInput("single", (images / "0.png",), "Why?")
+    inputs = [*pairs(images, 2, "Why?"), single, *pairs(images, 1, "How many?"), single]
+    assert [output.input for output in answer_inputs(model, inputs, None)] == inputs
+    assert sorted(model.batches) == [1, 2, 2]
+
+
+def test_a_batch_ends_when_its_prepared_images_reach_the_limit(images, monkeypatch):
+    monkeypatch.setattr("m3diff.serving.caption.MAX_PREPARED_BYTES", 2 * 2 * 40 * 40 * 3)
+    model: Any = Model(None)
+    inputs = pairs(images, 5)
+    assert [output.input for output in answer_inputs(model, inputs, None)] == inputs
+    assert model.batches == [2, 2, 1]
+
+
+def test_an_overlay_of_a_single_image_is_refused(images):
+    model: Any = Model(np.zeros((1, 4, 4), np.float16))
+    model.trained_on = EVERYTHING
+    with raises(DataError, "serving.overlay_without_pair", name="a", value=1):
+        list(answer_inputs(model, [*pairs(images, 1), CaptionInput("a", (images / "0.png",))], images / "made"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "trained_on"),
+    [
+        (None, TrainedOn()),
+        ({}, TrainedOn()),
+        ({"question": "a"}, TrainedOn("a")),
+        ({"question": "a", "images": [2, 1], "turns": 3}, TrainedOn("a", (1, 2), 3)),
+        ({"question": 1, "images": [], "turns": 0}, TrainedOn()),
+        ({"images": "2", "turns": True}, TrainedOn()),
+        ({"images": [1, "2"], "turns": 2.5}, TrainedOn()),
+        (["a"], TrainedOn()),
+    ],
+)
+def test_a_manifest_says_what_the_model_was_trained_on(fields, trained_on):
+    manifest = {} if fields is None else {"trained_on": fields}
+    assert read_trained_on(manifest) == trained_on
+
+
+def test_the_limits_of_a_checkpoint_are_those_of_its_family_and_its_training(checkpoint, tmp_path):
+    model = trained_copy(checkpoint, tmp_path / "turns", images=[1], turns=2)
+    assert read_sample_limits(model) == (FAMILIES["m3diff"].takes, TrainedOn(QUESTION, (1,), 2))
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [((), "no number of images"), ((1,), "1 image"), ((2,), "2 images"), ((1, 2), "1 or 2 images")]
+    + [((0, 1, 2), "0, 1 or 2 images"), ((0, 1), "0 or 1 image")],
+)
+def test_numbers_of_images_are_named_in_words(counts, words):
+    assert describe_image_counts(counts) == words

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from PIL import Image
 
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.records.errors import DataError
+from m3diff.records.tables import part_paths
 from m3diff.registry.model_source import Source
 from m3diff.serving import model_card
 from m3diff.serving.model_card import (
@@ -26,9 +28,10 @@ from m3diff.serving.model_card import (
     rows_of_test_split,
 )
 from tests.errors import Message, raises
+from tests.layouts import write_record_table
 from tests.serving.toy import PARAMS
 
-RECORDS = "data/03_clean/records.parquet"
+RECORDS = "data/03_clean/records"
 MIXTURE = "data/04_mixture"
 CHECKPOINT = "data/05_model/checkpoint"
 
@@ -50,8 +53,7 @@ def write_records(root: Path, shade: int = 0, pairs: int = 8) -> None:
         split = "train" if number == 0 else "test"
         rows.append({"id": f"mini/{number}", "dataset": "mini", "split": split, "references": [f"{number} fell"]})
         rows[-1] |= write_pair(root, number, shade)
-    (root / RECORDS).parent.mkdir(parents=True, exist_ok=True)
-    pl.DataFrame(rows).write_parquet(root / RECORDS)
+    write_record_table(root / RECORDS, rows)
 
 
 def write_project(root: Path, reader: str = "minichange") -> Path:
@@ -151,7 +153,7 @@ def test_a_table_of_other_test_pairs_is_not_read(tmp_path):
 
 def test_a_table_that_is_neither_on_disk_nor_in_the_cache_is_noted(tmp_path, monkeypatch):
     checkpoint = write_project(tmp_path)
-    (tmp_path / RECORDS).unlink()
+    shutil.rmtree(tmp_path / RECORDS)
     monkeypatch.setattr(TrainingRecord, "_cache_folder", lambda record: tmp_path / "cache")
     (note,) = card_of(checkpoint).notes
     assert Message("serving.content_not_fetched", path=RECORDS).in_text(note)
@@ -159,11 +161,13 @@ def test_a_table_that_is_neither_on_disk_nor_in_the_cache_is_noted(tmp_path, mon
 
 def test_a_table_that_changed_is_read_from_dvcs_cache(tmp_path, monkeypatch):
     checkpoint = write_project(tmp_path)
-    md5 = dvc_hash(tmp_path / RECORDS)
-    cached = tmp_path / "cache/files/md5" / md5[:2] / md5[2:]
-    cached.parent.mkdir(parents=True)
-    cached.write_bytes((tmp_path / RECORDS).read_bytes())
-    (tmp_path / RECORDS).write_text("another run's")
+    (part,) = part_paths(tmp_path / RECORDS)
+    file_list = json.dumps([{"md5": dvc_hash(part), "relpath": part.name}])
+    for hash_, content in ((dvc_hash(tmp_path / RECORDS), file_list.encode()), (dvc_hash(part), part.read_bytes())):
+        cached = tmp_path / "cache/files/md5" / hash_[:2] / hash_[2:]
+        cached.parent.mkdir(parents=True)
+        cached.write_bytes(content)
+    part.write_text("another run's")
     monkeypatch.setattr(model_card, "run_dvc", lambda folder, *words: f"{tmp_path}/cache\n")
     assert len(card_of(checkpoint).examples) == 6
 
@@ -289,8 +293,8 @@ def test_datasets_take_turns_and_one_that_must_not_be_shown_is_left_out(tmp_path
         for number, split in enumerate(("train", "test", "val", "test")):
             row = {"id": f"{name}/{number}", "dataset": name, "split": split, "references": []}
             rows.append(row | write_pair(tmp_path, number, 0))
-    pl.DataFrame(rows).write_parquet(tmp_path / "records.parquet")
-    test_rows = rows_of_test_split(tmp_path / "records.parquet", ["a", "b"])
+    write_record_table(tmp_path / "records", rows)
+    test_rows = rows_of_test_split(part_paths(tmp_path / "records"), ["a", "b"])
     assert [row["id"] for row in test_rows] == ["a/1", "b/1", "a/3", "b/3"]
 
 
@@ -298,12 +302,13 @@ def test_a_version_from_before_records_had_a_list_of_images_has_examples(tmp_pat
     row = {"id": "a/1", "dataset": "a", "split": "test", "references": ["it fell"]}
     old_images = {"before": "1.png", "after": "2.png", "before_sha256": b"1", "after_sha256": b"2"}
     pl.DataFrame([row | old_images]).write_parquet(tmp_path / "records.parquet")
-    (example,) = rows_of_test_split(tmp_path / "records.parquet", ["a"])
+    (example,) = rows_of_test_split([tmp_path / "records.parquet"], ["a"])
     assert example["images"] == [{"uri": "1.png", "sha256": b"1"}, {"uri": "2.png", "sha256": b"2"}]
     assert example["reference"] == "it fell"
 
 
 def test_a_damaged_table_is_named(tmp_path):
-    (tmp_path / "records.parquet").write_text("cut off")
-    with raises(DataError, "files.unreadable_output", path=tmp_path / "records.parquet"):
-        list(rows_of_test_split(tmp_path / "records.parquet", ["a"]))
+    part = tmp_path / "00000.parquet"
+    part.write_text("cut off")
+    with raises(DataError, "files.unreadable_output", path=part):
+        list(rows_of_test_split([part], ["a"]))

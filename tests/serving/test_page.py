@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def card_of(images: Path) -> dict[str, Any]:
     return {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,), "examples": tuple(examples)}
 
 
-@pytest.fixture(scope="module")
-def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    service = Service(card=card_of(images))
-    folder = write_toy(tmp_path_factory.mktemp("toy"), "one")
+@contextmanager
+def served(card: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Serve the toy of a folder and yield the address of its page."""
+    service = Service(card=card)
     port = free_port()
 
     async def app(scope, receive, send):  # the model must be loaded in the event loop of the requests
@@ -57,11 +58,26 @@ def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     thread.join(20)
 
 
-@pytest.fixture(params=[DESKTOP, PHONE], ids=["desktop", "phone"])
-def page(request: pytest.FixtureRequest, address: str) -> Iterator[Page]:
-    """Yield a page in a new browser. Playwright's event loop would disturb other tests if it were shared."""
+@pytest.fixture(scope="module")
+def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a model that was trained on pairs and single questions."""
+    with served(card_of(images), write_toy(tmp_path_factory.mktemp("toy"), "one")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def address_of_dialogues(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a model that was trained on one or two images and on dialogues."""
+    folder = write_toy(tmp_path_factory.mktemp("toy"), "one", question="Is it red?", images=[1, 2], turns=3)
+    with served({}, folder) as address:
+        yield address
+
+
+@contextmanager
+def opened(address: str, window: Any) -> Iterator[Page]:
+    """Open the page in a new browser. Playwright's event loop would disturb other tests if it were shared."""
     with chromium() as browser:
-        context = browser.new_context(viewport=request.param, permissions=["clipboard-read", "clipboard-write"])
+        context = browser.new_context(viewport=window, permissions=["clipboard-read", "clipboard-write"])
         page = context.new_page()
         watch = Watch(page)
         page.goto(address)
@@ -71,6 +87,18 @@ def page(request: pytest.FixtureRequest, address: str) -> Iterator[Page]:
         # Chromium complains about the refusal that a test provokes
         assert [text for text in watch.complaints if "status of 422" not in text] == []
         context.close()
+
+
+@pytest.fixture(params=[DESKTOP, PHONE], ids=["desktop", "phone"])
+def page(request: pytest.FixtureRequest, address: str) -> Iterator[Page]:
+    with opened(address, request.param) as page:
+        yield page
+
+
+@pytest.fixture(params=[DESKTOP, PHONE], ids=["desktop", "phone"])
+def page_of_dialogues(request: pytest.FixtureRequest, address_of_dialogues: str) -> Iterator[Page]:
+    with opened(address_of_dialogues, request.param) as page:
+        yield page
 
 
 def upload(page: Page, images: Path) -> None:
@@ -142,6 +170,75 @@ def test_the_page_says_that_a_question_may_have_been_passed_over(page, images):
     page.get_by_role("button", name="Say what changed").click()
     expect(page.locator("#caption")).to_contain_text("What has changed?")
     expect(page.locator("#note")).to_be_hidden()
+
+
+@pytest.mark.slow(20)
+def test_the_page_asks_further_questions_with_the_turns_before_them(page_of_dialogues, images):
+    page = page_of_dialogues
+    expect(page.get_by_label("Question")).to_have_attribute("placeholder", "Is it red?")
+    page.set_input_files("#before", images / "before.png")
+    page.set_input_files("#after", images / "after.png")
+    page.get_by_role("button", name="Say what changed").click()
+    first_answer = "one: 10/20/0 became 30/40/0 (Is it red?)"
+    expect(page.locator("#caption")).to_have_text(first_answer)
+    expect(page.locator("#asked")).to_have_text("Is it red?")
+    expect(page.locator("#turns")).to_be_hidden()
+    expect(page.get_by_role("button", name="Ask", exact=True)).to_be_disabled()
+    page.get_by_label("Next question about the same images").fill("Why?")
+    page.keyboard.press("Enter")
+    second_answer = f"one: 10/20/0 became 30/40/0 (Is it red? {first_answer} Why?)"
+    expect(page.locator("#caption")).to_have_text(second_answer)
+    expect(page.locator("#asked")).to_have_text("Why?")
+    expect(page.locator("#turns li")).to_have_text([f"Is it red?{first_answer}"])
+    expect(page.locator("#note")).to_be_hidden()
+    for number, question in enumerate(("How?", "When?"), 2):
+        page.get_by_label("Next question about the same images").fill(question)
+        page.keyboard.press("Enter")
+        expect(page.locator("#turns li")).to_have_count(number)
+        expect(page.locator("#said")).to_be_visible()
+    expect(page.locator("#note")).to_contain_text("at most 3 turns")
+    page.get_by_role("button", name="New dialogue").click()
+    expect(page.locator("#turns")).to_be_hidden()
+    expect(page.locator("#asked")).to_be_hidden()
+    page.get_by_role("button", name="Say what changed").click()
+    expect(page.locator("#caption")).to_have_text(first_answer)
+    page.get_by_label("swap the images").click()
+    page.get_by_label("Question").fill("Why?")
+    page.get_by_role("button", name="Say what changed").click()
+    expect(page.locator("#caption")).to_have_text("one: 30/40/0 became 10/20/0 (Why?)")
+
+
+@pytest.mark.slow(20)
+def test_the_page_answers_about_one_image_if_the_model_was_trained_on_one(page_of_dialogues, images):
+    page = page_of_dialogues
+    expect(page.locator("#lead")).to_contain_text("or one image")
+    page.set_input_files("#after", images / "after.png")
+    page.get_by_label("Question").fill("How many?")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.locator("#caption")).to_have_text("one: 30/40/0 (How many?)")
+    expect(page.get_by_role("img", name="image", exact=True)).to_be_visible()
+    expect(page.locator("#slider")).to_be_hidden()
+    expect(page.locator("#overlay-label")).to_be_hidden()
+    page.set_input_files("#before", images / "before.png")
+    expect(page.locator("#slider")).to_be_visible()
+    page.get_by_label("remove the image after").click()
+    page.get_by_label("Question").fill("How many?")
+    page.get_by_role("button", name="Ask", exact=True).click()
+    expect(page.locator("#caption")).to_have_text("one: 10/20/0 (How many?)")
+
+
+@pytest.mark.slow(10)
+def test_the_page_of_a_model_of_pairs_needs_both_and_sends_no_history(page, images):
+    upload(page, images)
+    page.get_by_label("Question").fill("Is it red?")
+    page.get_by_role("button", name="Say what changed").click()
+    expect(page.locator("#caption")).to_contain_text("(Is it red?)")
+    page.get_by_role("button", name="Say what changed").click()
+    expect(page.locator("#said")).to_be_visible()
+    expect(page.locator("#caption")).to_contain_text("(Is it red?)")
+    expect(page.locator("#turns")).to_be_hidden()
+    expect(page.get_by_role("button", name="New dialogue")).to_be_hidden()
+    expect(page.get_by_label("remove the image after")).to_be_hidden()
 
 
 def test_the_example_pairs_belong_to_the_current_model(images, tmp_path):

@@ -1,7 +1,7 @@
 """Provide a toy captioner, the application with this captioner, and bodies of requests.
 
-A caption of the toy contains its word, the question and the colours of both images. The application runs in this
-process, where tests use it through ASGI, or in a separate process with a registry of toys.
+An answer of the toy contains its word, the texts of the dialogue and the colours of the images. The application runs in
+this process, where tests use it through ASGI, or in a separate process with a registry of toys.
 
 `python -m tests.serving.toy [OPTIONS OF m3diff]` runs `m3diff serve` with this captioner. The environment variable
 TOY_CONSTANTS sets constants of m3diff.serving. The folder of a toy contains `word.txt`. The toy takes COMPUTE_S seconds
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,15 +27,20 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
+import torch
 import yaml
 from PIL import Image
 
+from m3diff.models.checkpoint import read_trained_on
+from m3diff.models.contract import Prepared, Takes
 from m3diff.models.generation import QUESTION
+from m3diff.models.sample_limits import TrainedOn
 from m3diff.records.errors import DataError
+from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
 from m3diff.serving.app import Server
-from m3diff.serving.batcher import BATCH_WAIT_S, Asked, Metrics, Models, Replica, ServedAnswer, UndecodableImage
+from m3diff.serving.batcher import BATCH_WAIT_S, AnswerRequest, Metrics, Models, Replica, ServedAnswer, UndecodableImage
 from m3diff.serving.model_card import ModelCard
 from m3diff.settings.load import load_params
 from tests.servers import free_port
@@ -56,39 +61,68 @@ FAULTS = {
 
 class ToyCaptioner:
     tokenizer = SimpleNamespace(all_special_tokens=SPECIAL[1:], get_added_vocab=lambda: {SPECIAL[0]: 1})
-    processor = SimpleNamespace(
-        tokenizer=tokenizer,
-        prepare_image=lambda image: np.asarray(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)),
-        encode_prompt=lambda question: tuple(range(len(question))),
-        encode_reference=lambda text: list(range(1 + len(text.split()))),
-    )
-    family = SimpleNamespace(reads_question=True)
+    family = SimpleNamespace(takes=Takes())
     max_new_tokens = 64
     question = QUESTION
-    trained_question = QUESTION
+    trained_on = TrainedOn(QUESTION)
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word: str, trained_on: TrainedOn | None = None) -> None:
         self.word = word
+        if trained_on is not None:
+            self.trained_on = trained_on
+            self.question = trained_on.question or QUESTION
+        self.processor = SimpleNamespace(
+            tokenizer=self.tokenizer,
+            prepare=prepare_toy,
+            encode_prompt=lambda turns, marks: tuple(range(len(texts_of(turns)) + len(marks))),
+            encode_answer=lambda text: list(range(1 + len(text.split()))),
+        )
 
-    def answer(self, images, question=QUESTION, saliency=False) -> tuple[list[str], np.ndarray | None]:
+    def answer(self, prepared, dialogues, saliency=False) -> tuple[list[str], np.ndarray | None]:
         time.sleep(COMPUTE_S)
-        if question == "Break down?":
+        samples = list(zip(prepared, dialogues, strict=True))
+        lengths = {len(self.processor.encode_prompt(turns, images.marks)) for images, turns in samples}
+        assert len(lengths) == 1, "a prompt would be padded"
+        assert len({len(images.marks) for images in prepared}) == 1, "numbers of images differ"
+        if any(turns[-1].question == "Break down?" for turns in dialogues):
             raise RuntimeError("the secret place /var/model is on fire")
-        colours = ["/".join(map(str, image[SIDE // 2, SIDE // 2])) for image in images]
-        texts = [toy_caption(self.word, question, *pair) for pair in zip(colours[::2], colours[1::2], strict=True)]
+        texts = []
+        for images, turns in samples:
+            pixels = images.tensors.get("pixels", [])
+            colours = ["/".join(map(str, image[SIDE // 2, SIDE // 2].tolist())) for image in pixels]
+            texts.append(toy_answer(self.word, colours, texts_of(turns)))
         grids = np.full((len(texts), CELLS, CELLS), 0.5 / (CELLS**2 - 1), np.float16)
         grids[:, 1, 1] = 0.5
         return texts, grids if saliency else None
 
 
+def prepare_toy(images: Iterable[Image.Image]) -> Prepared:
+    """Prepare images as a processor does, each of SIDE pixels a side."""
+    prepared = [np.asarray(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)) for image in images]
+    tensors = {"pixels": torch.from_numpy(np.stack(prepared))} if prepared else {}
+    return Prepared(tensors, ("<image>",) * len(prepared))
+
+
+def texts_of(turns: Sequence[Turn]) -> str:
+    """Return the texts of a dialogue, such as `Is it red? Yes. Why?`."""
+    return " ".join(text for turn in turns for text in turn if text)
+
+
+def toy_answer(word: str, colours: Sequence[str], question: str) -> str:
+    """Return the answer of a toy about images with these colours."""
+    return f"{word}: {' became '.join(colours)} ({question})"
+
+
 def toy_caption(word: str, question: str, before: str, after: str) -> str:
-    return f"{word}: {before} became {after} ({question})"
+    return toy_answer(word, (before, after), question)
 
 
-def write_toy(folder: Path, word: str) -> Path:
+def write_toy(folder: Path, word: str, **trained_on: Any) -> Path:
+    """Write the folder of a toy. `trained_on` is the field of its manifest with this name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "word.txt").write_text(word)
-    (folder / "manifest.json").write_text(json.dumps({"files": {}, "word": word}))
+    manifest = {"files": {}, "word": word} | ({"trained_on": trained_on} if trained_on else {})
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -100,7 +134,8 @@ def load_toy(source: Source) -> Any:
     word = (source.folder / "word.txt").read_text()
     if word in FAULTS:
         raise FAULTS[word]
-    return ToyCaptioner(word)
+    manifest = json.loads((source.folder / "manifest.json").read_text())
+    return ToyCaptioner(word, read_trained_on(manifest) if "trained_on" in manifest else None)
 
 
 class ToyReplica(Replica):
@@ -114,9 +149,9 @@ class Local(ToyReplica):
 
     removed = False
 
-    async def ask(self, caption_request: Asked) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
         assert not self.removed, "asked after it was removed"
-        answer = await super().ask(caption_request)
+        answer = await super().ask(request)
         assert not self.removed, "removed before it gave its last answer"
         return answer
 
@@ -184,9 +219,27 @@ def image_part(url: str, **fields: Any) -> dict[str, Any]:
 
 def chat(before: bytes, after: bytes, question: str | None = None, **options: Any) -> dict[str, Any]:
     """Return the body of a chat request about a pair."""
-    parts: list[Any] = [{"type": "text", "text": question}] if question is not None else []
-    parts += [image_part(f"data:image/png;base64,{base64_of(data)}") for data in (before, after)]
-    return {"model": "m3diff", "messages": [{"role": "user", "content": parts}]} | options
+    return dialogue([before, after], question, **options)
+
+
+def dialogue(images: Sequence[bytes], *texts: str | None, **options: Any) -> dict[str, Any]:
+    """Return the body of a chat request about images.
+
+    Args:
+        texts: the texts of the user and the assistant in turn. None stands for no text.
+    """
+    messages: list[dict[str, Any]] = []
+    for number, text in enumerate(texts):
+        parts: list[Any] = [{"type": "text", "text": text}] if text is not None else []
+        if not messages:
+            parts += [image_part(f"data:image/png;base64,{base64_of(content)}") for content in images]
+        messages.append({"role": ("user", "assistant")[number % 2], "content": parts})
+    return {"model": "m3diff", "messages": messages} | options
+
+
+def image_form(image: bytes, **texts: str) -> dict[str, Any]:
+    """Return a form with one image."""
+    return {"files": {"image": ("a.png", image)}, "data": texts}
 
 
 def form(before: bytes, after: bytes, **texts: str) -> dict[str, Any]:
@@ -252,8 +305,8 @@ def command(root: Path, *options: str, toy: bool = True, port: int | None = None
         changes: changed values in the section `serve`.
     """
     values = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
-    values["serve"] |= changes
-    values["register"]["tracking_uri"] = f"sqlite:///{root}/mlflow.db"
+    values["serve"] = changes
+    values["register"] = {"tracking_uri": f"sqlite:///{root}/mlflow.db"}
     values["train"]["base"] = str(REPOSITORY / values["train"]["base"])
     (root / "params.yaml").write_text(yaml.safe_dump(values))
     module = "tests.serving.toy" if toy else "m3diff"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, data_error_if_unreadable
@@ -65,7 +66,7 @@ def compare(first_path: Path, second_path: Path, records: Path, clean: Path, out
         compared_ids |= dict.fromkeys(runs[0].rows[protocol])
     unknown_ids = [pair_id for pair_id in compared_ids if pair_id not in test_pairs]
     if unknown_ids:
-        raise DataError("compare.unknown_pairs", path=clean / "records.parquet", names=unknown_ids, name=unknown_ids[0])
+        raise DataError("compare.unknown_pairs", path=clean / "records", names=unknown_ids, name=unknown_ids[0])
     specs = load_specs(records, (test_pairs[pair_id] for pair_id in compared_ids))
     grammars = load_grammars(records, specs)
     rights = {dataset: find_image_rights(spec) for dataset, spec in specs.items()}
@@ -186,8 +187,22 @@ def make_difference_table(
 ) -> Table:
     """Return a table with one row per score: its value in each run, and the difference with its interval.
 
-    The difference is the second run minus the first.
+    The difference is the second run minus the first. The scores of answers are compared for each kind of question, too.
     """
+    rows = compare_scores(protocol, metrics, first_run, second_run)
+    answer_metrics = {name: metric for name, metric in metrics.items() if metric.records == "questions"}
+    for kind in list_kinds((first_run, second_run), protocol):
+        rows_of_kind = compare_scores(
+            protocol, answer_metrics, select_kind(first_run, kind), select_kind(second_run, kind)
+        )
+        rows += [row._replace(name=f"{row.name}, {kind}") for row in rows_of_kind]
+    return Table(f"{file_name_of_protocol(protocol)}-difference", ("Score", *names, "difference"), rows)
+
+
+def compare_scores(
+    protocol: str, metrics: Mapping[str, Metric], first_run: ComparedRun, second_run: ComparedRun
+) -> list[TableRow]:
+    """Return a row for each score that both runs have; see `make_difference_table`."""
     rows = []
     for name, score in bootstrap.resampled_scores(metrics).items():
         # `bootstrap.compare` returns its first table minus its second, so the runs are swapped
@@ -200,7 +215,22 @@ def make_difference_table(
                 make_cell(gain, comparison.interval, is_difference=True),
             )
             rows.append(TableRow(name, (), cells))
-    return Table(f"{file_name_of_protocol(protocol)}-difference", ("Score", *names, "difference"), rows)
+    return rows
+
+
+def select_kind(run: ComparedRun, kind: str) -> ComparedRun:
+    """Return a run with the questions of one kind."""
+    return replace(run, table=run.table.filter(pc.equal(run.table["kind"], kind)))
+
+
+def list_kinds(runs: Iterable[ComparedRun], protocol: str) -> list[str]:
+    """Return the kinds of a protocol's questions. An older scores.parquet does not name them."""
+    kinds: set[str] = set()
+    for run in runs:
+        if "kind" not in run.table.column_names:
+            return []
+        kinds |= set(bootstrap.rows_of(run.table, protocol)["kind"].drop_null().to_pylist())
+    return sorted(kinds)
 
 
 def make_run_pairs(

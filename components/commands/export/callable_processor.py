@@ -10,8 +10,9 @@ from transformers import ProcessorMixin
 from transformers.image_processing_utils import BatchFeature
 
 from m3diff.images.open import load_image, to_rgb
-from m3diff.models.processing import IMAGE, PairProcessor
+from m3diff.models.processing import IMAGE, TextProcessor, pad_prompts
 from m3diff.records.errors import ValueFault
+from m3diff.records.sample import Turn
 
 # Options of transformers' processors that are accepted, with the values that have no effect here. None and empty values
 # are accepted for every option.
@@ -23,7 +24,7 @@ OPTIONS_WITHOUT_EFFECT = {
 }
 
 
-class CallableWithPairs(PairProcessor):
+class CallableWithPairs(TextProcessor):
     """Mixin that makes a family's processor callable. List it before the processor among the base classes.
 
     Attributes:
@@ -37,8 +38,12 @@ class CallableWithPairs(PairProcessor):
 
     def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
         """Return the inputs of `generate` for pairs of RGB images with one question per pair."""
-        prepared = np.stack([self.prepare_image(image) for pair in pairs for image in pair])
-        return {**self.prompt_inputs(questions), **self.image_inputs(torch.from_numpy(prepared))}
+        processor: Any = self
+        prepared = [processor.prepare(pair) for pair in pairs]
+        marks = processor.marks(2)
+        prompts = [processor.encode_prompt([Turn(question)], marks) for question in questions]
+        images = processor.image_inputs(processor.collate(prepared), torch.device("cpu"))
+        return {**pad_prompts(prompts, self.pad_id), **images}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of processor_config.json. Its `auto_map` refers to the classes in the exported folder."""

@@ -11,6 +11,7 @@ from m3diff.commands.export.datasets import MixtureDataset
 from m3diff.records.errors import DataError, command_to_read_again, data_error_if_unreadable
 from m3diff.records.files import sha256
 from m3diff.records.schemas import NO_CHANGE
+from m3diff.records.tables import part_paths, read_table
 from m3diff.settings.tree import Paths
 
 
@@ -34,19 +35,22 @@ def find_example(paths: Paths, datasets: Sequence[MixtureDataset]) -> ExamplePai
         DataError: an image of the pair is missing or has changed since it was captioned.
     """
     predictions_file = paths.predictions / "predictions.json"
-    records_file = paths.clean / "records.parquet"
-    if not predictions_file.is_file() or not records_file.is_file():
+    records_table = paths.clean / "records"
+    if not predictions_file.is_file() or not part_paths(records_table):
         return None
     with data_error_if_unreadable(predictions_file):
         predictions = json.loads(predictions_file.read_text(encoding="utf-8"))
         captions = {prediction["image_id"]: prediction["caption"] for prediction in predictions}
-    with data_error_if_unreadable(records_file):
-        records = pl.read_parquet(records_file).filter(pl.col("split") == "test", pl.col("id").is_in([*captions]))
+    test_records = pl.DataFrame(read_table(records_table, filters=[("split", "=", "test")]))
+    records = test_records.filter(pl.col("id").is_in([*captions]))
     free_datasets = [dataset.name for dataset in datasets if dataset.spec.licence.redistribute.answer == "yes"]
     candidates = [
         record
         for record in records.to_dicts()
-        if record["dataset"] in free_datasets and record["change_types"] != [NO_CHANGE]
+        if record["dataset"] in free_datasets
+        and record["change_types"] != [NO_CHANGE]
+        and record["question"] is None
+        and len(record["images"]) == 2
     ]
     if not candidates:
         return None

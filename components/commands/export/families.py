@@ -19,6 +19,8 @@ PROCESSOR_MODULES = {
     "m3diff.images.jpeg": "jpeg",
     "m3diff.records.contents": "contents",
     "m3diff.records.errors": "errors",
+    "m3diff.records.sample": "sample",
+    "m3diff.models.prepared": "prepared",
     "m3diff.commands.export.callable_processor": "called",
 }
 

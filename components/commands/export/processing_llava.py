@@ -21,7 +21,7 @@ class ImagePairProcessor(CallableWithPairs, M3DiffProcessor):  # type: ignore[mi
 
     Attributes:
         question: the default question.
-        places: number of placeholder tokens for the image before and for the image after.
+        pair_tokens: number of placeholder tokens for the image before and for the image after.
         begin_ids: ids of the tokens that the tokenizer puts before a text.
         tells_pairs: whether the model accepts the inputs that specify which images form a pair. LLaVA-1.5 without a
             module does not.
@@ -34,7 +34,7 @@ class ImagePairProcessor(CallableWithPairs, M3DiffProcessor):  # type: ignore[mi
         tokenizer: Any = None,
         num_image_tokens: int | None = None,
         question: str | None = None,
-        places: Sequence[int] = (),
+        pair_tokens: Sequence[int] = (),
         begin_ids: Sequence[int] = (),
         tells_pairs: bool = True,
         family: str = "m3diff",
@@ -43,7 +43,7 @@ class ImagePairProcessor(CallableWithPairs, M3DiffProcessor):  # type: ignore[mi
     ) -> None:
         super().__init__(image_processor, tokenizer, num_image_tokens, chat_template)
         self.question = question
-        self.places = tuple(places)
+        self.pair_tokens = tuple(pair_tokens)
         self.begin_ids = tuple(begin_ids)
         self.tells_pairs = tells_pairs
         self.family = family
@@ -72,7 +72,7 @@ def shared_processor(
         tokenizer=trained_processor.tokenizer,
         num_image_tokens=trained_processor.num_image_tokens,
         question=question,
-        places=trained_processor.places,
+        pair_tokens=trained_processor.pair_tokens,
         begin_ids=trained_processor.begin_ids,
         tells_pairs=config["model_type"] != "llava",
         family=family,

@@ -149,7 +149,7 @@ def _pairs_copies(entry: DatasetEntry, options: dict[str, Any]) -> bool:
         return False
     file_pairs = []
     for row in rows:
-        if all(isinstance(image, str) for image in row.images) and len(set(row.images)) == 2:
+        if all(isinstance(image, str) for image in row.images) and len(row.images) == len(set(row.images)) == 2:
             before, after = (entry.root / image for image in row.images)
             if before.is_file() and after.is_file():
                 file_pairs.append((before, after))

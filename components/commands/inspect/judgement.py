@@ -36,18 +36,7 @@ class StageLimits:
 
 
 # The limits of profiles/embedded.yaml, for callers that have not loaded any parameters
-EMBEDDED_LIMITS = StageLimits(
-    Validate(
-        max_quarantined_share=0.01,
-        max_leaked_share=0.05,
-        allow_lost_test_pairs=False,
-        max_caption_chars=2000,
-        max_image_pixels=100_000_000,
-        allow_test_leakage=False,
-        near_duplicate_max_diff=2,
-        compare_px=100,
-    )
-)
+EMBEDDED_LIMITS = StageLimits(Validate(compare_px=100))
 
 
 def judge_dataset(name: str, entry: DatasetEntry, stage_limits: StageLimits) -> tuple[list[str], bool]:

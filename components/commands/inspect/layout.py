@@ -105,7 +105,9 @@ def _reader_by_files(root: Path) -> str | None:
         files_in_root = sum(has_file(root, file) for file in files)
         return files_in_root / len(files), len(files)
 
-    reader = max(DATASETS, key=completeness)
+    # A file such as captions.json or data/train-*.parquet does not make a folder a published dataset
+    candidates = [reader for reader, spec in DATASETS.items() if spec.recognise is None or spec.recognise(root)]
+    reader = max(candidates, key=completeness)
     share, _ = completeness(reader)
     if not share or reader in TABLE_READERS or _is_table_of_pairs(root, reader):
         return None

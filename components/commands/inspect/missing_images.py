@@ -9,7 +9,7 @@ from pathlib import Path
 from unicodedata import normalize
 from urllib.parse import unquote
 
-from m3diff.commands.inspect.layout import TABLE_READERS
+from m3diff.commands.inspect.layout import TABLE_READERS, annotation_files
 from m3diff.datasets.spec import Row
 from m3diff.records.errors import Fault, is_utf8, shell_word
 from m3diff.stages.ingest.params import DatasetEntry
@@ -51,7 +51,18 @@ def remedies_for_missing_images(entry: DatasetEntry, rows: Sequence[Row], missin
             command=f"convmv -f {PROBABLE_ENCODING} -t utf-8 -r --notest {shell_word(root)}",
         )
     similar_file = _most_similar_file(name, files, {posixpath.normpath(image) for image in row_of_image})
-    if similar_file:
+    foreign_folder = _folder_before(name, similar_file) if similar_file else None
+    if foreign_folder:
+        tables = annotation_files(entry)
+        yield Fault(
+            "check.image_below_foreign_folder",
+            value=name,
+            file=similar_file,
+            root=root,
+            folder=foreign_folder,
+            tables=tables,
+        )
+    elif similar_file:
         is_same_text = normalize("NFC", similar_file) == normalize("NFC", name)
         code = "check.image_in_other_unicode_form" if is_same_text else "check.image_at_other_path"
         yield Fault(code, value=name, file=similar_file, root=root, options=TEMPLATES)
@@ -81,6 +92,14 @@ def _most_similar_file(image: str, files: Sequence[str], used_files: Container[s
     image_parts = _plain_parts(image)
     candidates = sorted(file for file in files if _plain_parts(file)[0] == image_parts[0] and file not in used_files)
     return max(candidates, key=lambda file: len(os.path.commonprefix([_plain_parts(file), image_parts])), default=None)
+
+
+def _folder_before(image: str, file: str) -> str | None:
+    """Return the folder in front of a file's path in the path of an image, with its separator, or None.
+
+    This is the folder of the dataset on the computer on which the paths were written, such as `/srv/project/`.
+    """
+    return image.removesuffix(file) if image.endswith(f"/{file}") else None
 
 
 def _plain_parts(path: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Read a dataset's folder with its reader, and report its content, its problems and their remedies."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -10,13 +11,15 @@ from typing import Any
 from m3diff.commands.inspect.layout import TABLE_READERS
 from m3diff.commands.inspect.lines import list_problems
 from m3diff.commands.inspect.missing_images import remedies_for_missing_images
+from m3diff.commands.inspect.other_columns import remedy_for_missing_columns
 from m3diff.datasets import DATASETS
-from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts
+from m3diff.datasets.conversations import IMAGE_MARK
+from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts, first_source
 from m3diff.datasets.drawn_split import SplitShares, describe_shares, propose_shares
 from m3diff.datasets.files import Embedded, read_json
 from m3diff.datasets.odd_captions import OddCaptions
 from m3diff.datasets.spec import Published, Row, SplitCount, read_with_notes
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, format_count
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import odd_captions_of, to_records
@@ -29,20 +32,35 @@ EMPTY_IMAGES = "empty image files"
 SAME_IMAGE_TWICE = "pairs with the same image twice"
 CAPTIONS_TO_CHECK = "captions to check"
 UNCHANGED_BY_FLAG = "pairs that are unchanged by their changeflag but do not have LEVIR-CC's sentences"
+# Options with which `pairs` reads data in LEVIR-CC's layout, and marks the pairs without a change by `changeflag`
+OPTIONS_OF_FLAG = {
+    "manifest": "LevirCCcaptions.json",
+    "rows": "images",
+    "columns": {
+        "before": "images/{split}/A/{filename}",
+        "after": "images/{split}/B/{filename}",
+        "captions": "sentences.*.raw",
+        "id": "filename",
+    },
+    "no_change": {"changeflag": [0, False]},
+}
 # Problems of single rows. If there are no other problems, validate can check the remaining rows
 PROBLEMS_OF_ROWS = {UNREADABLE_ROWS, MISSING_IMAGES, EMPTY_IMAGES, SAME_IMAGE_TWICE}
 
 OFFERED_SHARES = SplitShares(test=0.15, val=0.1)  # proposed for tables without test pairs
 TOO_FEW_TO_DRAW = "too few pairs have their own scene and images to draw test pairs from them: add test pairs"
 
+MAX_KINDS = 20  # number of kinds of questions that are listed
+
 EMBEDDED_MARK = "#bytes="  # separates a table's path from the name of an image embedded in it
 
 # Remedies for faults of rows whose messages do not contain a remedy, by error code
 REMEDY_OF_FAULT = {
     "datasets.repeated_id": Fault("check.ids_of_several_pairs", options="{columns: {id: null}}"),
-    "datasets.missing_value": Fault("check.columns_differ_by_file", options="{columns: {captions: [one, other]}}"),
     "datasets.not_two_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
-    "datasets.not_one_answer": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+    "datasets.marks_differ_from_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+    "datasets.too_many_images": Fault("check.rows_without_pair", options="{pairs_only: true}"),
+    "datasets.question_without_answer": Fault("check.rows_without_pair", options="{pairs_only: true}"),
 }
 
 
@@ -107,7 +125,9 @@ def read_folder(name: str, entry: DatasetEntry) -> FolderReading:
     try:
         content = _read_content(name, entry)
     except DataError as error:
-        return FolderReading([f"  CANNOT BE READ {error}"])
+        lines = [f"  CANNOT BE READ {error}"]
+        remedy = remedy_for_missing_columns(entry) if error.code == "datasets.missing_columns" else None
+        return FolderReading([*lines, *_list_remedies([remedy] if remedy else [])])
     problems = _problems(entry, content)
     lines = _overview_lines(name, entry, content)
     for kind, examples in problems.items():
@@ -197,7 +217,7 @@ def _overview_lines(name: str, entry: DatasetEntry, content: FolderContent) -> l
     lines = _count_lines(spec.part(name) or nearest_part, content.records)
     lines += _lines_without_test_pairs(entry, content.rows)
     lines.append(
-        f"  {len(content.images):,} images, {len(content.missing_images):,} of them missing and "
+        f"  {format_count(len(content.images), 'image')}, {len(content.missing_images):,} of them missing and "
         f"{len(content.empty_images):,} empty"
     )
     lines += [f"  {note}" for note in content.option_notes]
@@ -205,10 +225,42 @@ def _overview_lines(name: str, entry: DatasetEntry, content: FolderContent) -> l
     for captions in content.odd_captions:
         if str(captions) not in questions:
             lines.append(f"  {captions}; {captions.remedy}")
-    if entry.options.get("pairs_only"):
-        all_rows = list(spec.read(entry.root, **{**entry.options, "pairs_only": False}))
-        lines.append(f"  rows skipped because of pairs_only: {len(all_rows) - len(content.rows):,}")
-    return lines
+    return lines + list(_question_lines(content.rows))
+
+
+def _question_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield lines about the questions, images and turns of a dataset. Yield none if all rows are captions of pairs."""
+    readable_rows = [row for row in rows if row.fault is None]
+    if all(row.question is None for row in readable_rows):
+        return
+    rows_with_question = [row for row in readable_rows if row.question is not None]
+    yield f"  questions of their own: {len(rows_with_question):,} of {format_count(len(readable_rows), 'row')}"
+    kinds = Counter(row.kind or "no kind" for row in rows_with_question)
+    kind_counts = [f"{kind} ({count:,})" for kind, count in kinds.most_common(MAX_KINDS)]
+    yield f"  kinds of questions: {', '.join(kind_counts)}"
+    yield f"  images a row: {_count_with_first(readable_rows, lambda row: len(row.images))}"
+    yield f"  turns a row: {_count_with_first(readable_rows, lambda row: len(row.history) + 1)}"
+    marked_rows = [row for row in rows_with_question if _has_mark(row)]
+    if marked_rows:
+        location = first_source(marked_rows[0])
+        count = format_count(len(marked_rows), "row")
+        yield f"  <image> inside the text of a question: {count}, the first is {location}"
+
+
+def _count_with_first(rows: Sequence[Row], number_of: Callable[[Row], int]) -> str:
+    """Return how many rows have each number, with the first row of each but the most common."""
+    rows_of_number: dict[int, list[Row]] = {}
+    for row in rows:
+        rows_of_number.setdefault(number_of(row), []).append(row)
+    groups = sorted(rows_of_number.items(), key=lambda item: -len(item[1]))
+    texts = [f"{groups[0][0]} ({len(groups[0][1]):,})"]
+    texts += [f"{number} ({len(group):,}, the first is {first_source(group[0])})" for number, group in groups[1:]]
+    return ", ".join(texts)
+
+
+def _has_mark(row: Row) -> bool:
+    questions = [question for question, _ in row.history] + [row.question]
+    return any(isinstance(question, str) and IMAGE_MARK in question for question in questions)
 
 
 def _count_lines(published: Published | None, records: list[dict[str, Any]]) -> list[str]:
@@ -285,8 +337,8 @@ def _pairs_unchanged_by_flag(entry: DatasetEntry, rows: list[Row]) -> Iterator[s
     if len(unchanged_images) > 2 * unchanged_rows:
         yield (
             f"{unchanged_images[0].get('filename')}: there are {len(unchanged_images):,} such pairs, but only "
-            f"{unchanged_rows:,} of them are read as unchanged; read the data with --reader pairs and the option "
-            "no_change: {changeflag: [0, false]}"
+            f"{unchanged_rows:,} of them are read as unchanged; read the data with the entry "
+            f"{entry.root.resolve().name}: {{reader: pairs, root: {entry.root}, options: {as_yaml(OPTIONS_OF_FLAG)}}}"
         )
 
 
@@ -308,10 +360,19 @@ def _remedy_lines(entry: DatasetEntry, content: FolderContent) -> list[str]:
     """Return lines with the remedies for the problems of the folder, or no lines if no remedy is known."""
     codes = {row.fault.code for row in content.rows if row.fault}
     remedies = [remedy for code, remedy in REMEDY_OF_FAULT.items() if code in codes]
+    sources = {row.source for row in content.rows if row.fault and row.fault.code == "datasets.missing_value"}
+    remedy_of_columns = remedy_for_missing_columns(entry, sources) if sources else None
+    if remedy_of_columns:
+        remedies.append(remedy_of_columns)
     if content.faults or content.missing_images:
         remedies += remedies_for_missing_images(entry, content.rows, {*content.missing_images})
     if content.records_of_unknown_splits:
         remedies.append(_remedy_for_unknown_splits(content.rows))
+    return _list_remedies(remedies)
+
+
+def _list_remedies(remedies: Sequence[Fault]) -> list[str]:
+    """Return lines with the remedies, each only once, or [] if there are none."""
     if not remedies:
         return []
     lines = ["  remedies:"]

@@ -24,6 +24,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import SPLITS
+from m3diff.records.tables import part_paths, read_table
 
 LONG = 20  # a caption with more words counts as long, as in Table 1 of OmniDiff
 SHOWN_PAIRS = 4
@@ -33,7 +34,7 @@ MAX_BINS = 24
 
 
 def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
-    """Write `clean/statistics.html` and `clean/statistics.json` for the records in `clean/records.parquet`.
+    """Write `clean/statistics.html` and `clean/statistics.json` for the table `clean/records`.
 
     Returns:
         The counts over all splits by dataset, as in the JSON file.
@@ -41,10 +42,10 @@ def write_statistics(clean: Path) -> dict[str, dict[str, Any]]:
     Raises:
         DataError: the clean records do not exist.
     """
-    path = clean / "records.parquet"
-    if not path.is_file():
-        raise DataError("check.no_clean_records", path=path)
-    records = pl.read_parquet(path)
+    table = clean / "records"
+    if not part_paths(table):
+        raise DataError("check.no_clean_records", path=table)
+    records = pl.DataFrame(read_table(table))
     names = records["dataset"].unique().sort().to_list()
     figures = {name: _count(records.filter(dataset=name)) for name in progress(names, "statistics", len(names))}
     notices = dict[str, str]()
@@ -79,22 +80,38 @@ def _count(records: pl.DataFrame) -> dict[str, Any]:
     lengths = references.select(words=reference.str.count_matches(r"\S+"), sentences=ends + open_end)
     words = lengths["words"]
     sentences = int(lengths["sentences"].sum())
-    pairs_by_split = dict(records["split"].value_counts().iter_rows())
+    pairs_by_split = dict(records.group_by("split").agg(pl.col("image_set").n_unique()).iter_rows())
+    pairs = records["image_set"].n_unique()
     divisor = max(references.height, 1)
     types = records["change_types"].explode().drop_nulls().alias("type").to_frame().group_by("type").len("count")
     return {
-        "pairs": records.height,
+        "pairs": pairs,
         "pairs_by_split": {split: pairs_by_split.get(split, 0) for split in SPLITS},
         "references": references.height,
-        "references_per_pair": references.height / records.height,
+        "references_per_pair": references.height / pairs,
         "words": int(words.sum()) / divisor,
-        "words_per_pair": int(words.sum()) / records.height,
+        "words_per_pair": int(words.sum()) / pairs,
         "sentences": sentences,
         "sentences_per_reference": sentences / divisor,
         "vocabulary": _vocabulary(references["reference"]),
         "over_20": int((words > LONG).sum()) / divisor,
         "lengths": _lengths(words),
         "change_types": types.sort(["count", "type"], descending=[True, False]).head(MAX_CHANGE_TYPES).rows(),
+        **_count_questions(records),
+    }
+
+
+def _count_questions(records: pl.DataFrame) -> dict[str, Any]:
+    """Return the numbers of records by kind of question, of images and of turns. Captions have no question."""
+    questions = records.filter(pl.col("question").is_not_null())
+    kinds = questions.select(kind=pl.col("kind").fill_null("no kind")).group_by("kind").len("count")
+    images = records.select(images=pl.col("images").list.len()).group_by("images").len("count")
+    turns = questions.select(turns=pl.col("history").list.len() + 1).group_by("turns").len("count")
+    return {
+        "questions": questions.height,
+        "kinds": kinds.sort(["count", "kind"], descending=[True, False]).rows(),
+        "images": images.sort("images").rows(),
+        "turns": turns.sort("turns").rows(),
     }
 
 
@@ -109,7 +126,7 @@ def _lengths(words: pl.Series) -> list[tuple[str, int]]:
 
 
 def _choose_pairs(records: pl.DataFrame) -> list[dict[str, Any]]:
-    """Choose a few pairs with captions for the page.
+    """Choose a few records with answers for the page.
 
     The ids of the chosen pairs have the smallest hashes, so equal data always give the same page.
     """

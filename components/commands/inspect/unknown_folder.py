@@ -8,7 +8,7 @@ from pathlib import Path
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.folders import match_names
-from m3diff.datasets.guess import table_files
+from m3diff.datasets.guess import DATASET_DICT_FILE, is_saved_by_datasets, table_files
 from m3diff.datasets.order import order_names
 from m3diff.datasets.tables import TABLE_SUFFIXES, is_image
 from m3diff.records.errors import Fault, shell_word
@@ -38,7 +38,13 @@ def fault_of_unknown_folder(root: Path, table_faults: Sequence[Fault]) -> Fault:
     paths = sorted(path for path in root.iterdir() if path.name[0] != ".")
     folders = [path for path in paths if path.is_dir()]
     advice = list(table_faults)
-    for path in paths:
+    if is_saved_by_datasets(root):
+        advice.append(_advise_on_saved_dataset(root))
+        paths_to_explain = []
+    else:
+        advice += [_advise_on_saved_dataset(folder) for folder in folders if is_saved_by_datasets(folder)]
+        paths_to_explain = paths
+    for path in paths_to_explain:
         if _is_compressed_table(path.name):
             advice.append(Fault("files.gzip", path=path.name, command=f"gunzip {shell_word(path.name)}"))
             continue
@@ -57,6 +63,24 @@ def fault_of_unknown_folder(root: Path, table_faults: Sequence[Fault]) -> Fault:
         names=[path.name for path in paths[:MAX_SHOWN_FILES]] or ["nothing"],
         faults=advice,
         readers=["pairs", *(reader for reader in DATASETS if reader != "pairs")],
+    )
+
+
+def _advise_on_saved_dataset(folder: Path) -> Fault:
+    """Return the command that exports a folder of the library `datasets` to Parquet, one file per split."""
+    out_name = f"{folder.resolve().name}-parquet"
+    out = folder.with_name(out_name) if folder.name else folder.resolve().with_name(out_name)  # "." has no name
+    if (folder / DATASET_DICT_FILE).is_file():
+        export = "[part.to_parquet(f'{sys.argv[2]}/{name}.parquet') for name, part in data.items()]"
+    else:
+        export = "data.to_parquet(sys.argv[2] + '/pairs.parquet')"
+    script = f"import sys; from datasets import load_from_disk; data = load_from_disk(sys.argv[1]); {export}"
+    arguments = f"{shell_word(folder)} {shell_word(out)}"
+    return Fault(
+        "check.saved_by_datasets",
+        path=folder,
+        command=f'mkdir -p {shell_word(out)} && python -c "{script}" {arguments}',
+        next_command=f"m3diff data check {shell_word(out)}",
     )
 
 

@@ -17,7 +17,7 @@ from m3diff.datasets.spec import Row, read_with_notes
 from m3diff.records.errors import DataError, Fault, cause_of
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.stages.convert.params import Convert, MixtureSource
-from m3diff.stages.convert.stage import id_keys, load_questions, training_samples
+from m3diff.stages.convert.stage import draw_keys, load_questions, training_samples
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import to_records
 
@@ -54,7 +54,7 @@ def plan_samples(entries: Mapping[str, DatasetEntry], convert: Convert) -> Plann
             tables.append(samples)
     if not tables:
         return PlannedSamples(samples=None, unread=unread)
-    use = pl.struct("dataset", "record", "copy").rle_id().alias("use")
+    use = pl.struct("dataset", "image_set", "copy").rle_id().alias("use")
     return PlannedSamples(samples=pl.concat(tables).with_columns(use), unread=unread)
 
 
@@ -79,7 +79,7 @@ def samples_of_dataset(name: str, entry: DatasetEntry, convert: Convert) -> pl.D
         raise DataError("plan.no_training_pair", path=entry.root)
     pairs = pl.DataFrame(pa.Table.from_pylist(training_records, RAW_SCHEMA))
     pairs = pairs.unique("id", keep="first", maintain_order=True)
-    keyed_pairs = pairs.with_row_index("row").with_columns(id_keys(convert.seed, pairs["id"]))
+    keyed_pairs = pairs.with_row_index("row").hstack(draw_keys(convert.seed, pairs))
     source = convert.sources.get(name, MixtureSource())
     questions = load_questions(convert.questions)[source.task or spec.task]
     samples, _ = training_samples(keyed_pairs, questions, source, convert)

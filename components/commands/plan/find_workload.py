@@ -12,7 +12,7 @@ from m3diff.commands.plan.mixture import counted_workload, has_mixture, workload
 from m3diff.commands.plan.published import published_workload
 from m3diff.commands.plan.workload import DatasetShare, TokenCounter, Workload
 from m3diff.datasets import DATASETS
-from m3diff.models.processing import PairProcessor
+from m3diff.models.contract import Processor
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.ingest.params import DatasetEntry
 
@@ -21,7 +21,7 @@ def find_workload(
     mixture: Path,
     entries: Mapping[str, DatasetEntry],
     convert: Convert,
-    processor: PairProcessor | None,
+    processor: Processor | None,
     image_tokens: int,
     excluded_datasets: Sequence[str] = (),
 ) -> Workload:

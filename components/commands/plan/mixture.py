@@ -7,16 +7,16 @@ import polars as pl
 
 from m3diff.commands.plan.workload import DatasetShare, TokenCounter, Workload
 from m3diff.datasets import DATASETS
-from m3diff.records.errors import data_error_if_unreadable
+from m3diff.records.tables import part_paths, read_table
 from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest.params import DatasetEntry
 
-SAMPLE_COLUMNS = ["record", "dataset", "question", "answer"]
+SAMPLE_COLUMNS = ["image_set", "dataset", "question", "answer"]
 
 
 def has_mixture(mixture: Path) -> bool:
-    """Return whether the mixture contains a Parquet file of training samples."""
-    return any((mixture / "train").glob("*.parquet"))
+    """Return whether the mixture contains a part with training samples."""
+    return bool(part_paths(mixture / "train"))
 
 
 def counted_workload(folder: Path, tokens: TokenCounter, excluded_datasets: Sequence[str] = ()) -> Workload:
@@ -30,9 +30,9 @@ def counted_workload(folder: Path, tokens: TokenCounter, excluded_datasets: Sequ
         DataError: a file cannot be read.
         ParamsError: the split has no samples, or none from datasets that are not excluded.
     """
-    # The samples of a pair are adjacent. If the same pair appears again later, it is used a second time
-    use = pl.col("record").rle_id().alias("use")
-    samples = read_samples(sorted(folder.glob("*.parquet")), SAMPLE_COLUMNS).with_columns(use)
+    # The samples of an image set are adjacent. If the same image set appears again later, it is used a second time
+    use = pl.col("image_set").rle_id().alias("use")
+    samples = read_samples(folder, SAMPLE_COLUMNS).with_columns(use)
     samples = samples.filter(~pl.col("dataset").is_in(list(excluded_datasets)))
     if samples.is_empty():
         if excluded_datasets:
@@ -67,9 +67,8 @@ def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int 
     The test split of the mixture is counted if it exists and contains only datasets of this run. Otherwise, the
     published counts are added up.
     """
-    shards = sorted((mixture / "test").glob("*.parquet"))
-    if shards:
-        samples = read_samples(shards, ["record", "dataset"])
+    if part_paths(mixture / "test"):
+        samples = read_samples(mixture / "test", ["record", "dataset"])
         if set(samples["dataset"].unique()) <= entries.keys():
             return samples["record"].n_unique()
     test_pairs = 0
@@ -81,10 +80,6 @@ def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int 
     return test_pairs
 
 
-def read_samples(shards: Sequence[Path], columns: Sequence[str]) -> pl.DataFrame:
-    """Read columns of Parquet files and join their rows in order. Raise DataError if a file cannot be read."""
-    tables = []
-    for shard in shards:
-        with data_error_if_unreadable(shard):
-            tables.append(pl.read_parquet(shard, columns=list(columns)))
-    return pl.concat(tables)
+def read_samples(folder: Path, columns: Sequence[str]) -> pl.DataFrame:
+    """Read columns of the samples of a split. Raise DataError if a part cannot be read."""
+    return pl.DataFrame(read_table(folder, columns))

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from m3diff.commands.plan.figures import TERA, Plan, Run
 from m3diff.models import FAMILIES
 from m3diff.models.tuning import prepare_for_training
+from m3diff.records.errors import format_count
 from m3diff.settings.compute import GPUS, Compute, Gpu, gpu_of
 from m3diff.stages.train.job import SPEED_FILE
 
@@ -118,7 +119,7 @@ def duration_of_last_training(plan: Plan) -> Duration | None:
     if not is_same_model or not is_same_device:
         return None
     flops_per_s = speed["flops"] / speed["seconds"] / speed["devices"]
-    devices = f"{speed['devices']} process(es)" if was_on_cpu else f"{speed['devices']} GPU(s)"
+    devices = format_devices(speed["devices"], is_gpu=not was_on_cpu)
     return Duration(
         device_hours=plan.model_flops / flops_per_s / 3600,
         flops_per_s=flops_per_s,
@@ -210,3 +211,8 @@ def _least_seconds(work: Callable[[], object]) -> float:
         work()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def format_devices(count: int, is_gpu: bool) -> str:
+    """Return a number of GPUs or processes as text, such as "1 GPU" or "4 processes"."""
+    return format_count(count, "GPU") if is_gpu else format_count(count, "process", "processes")

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from m3diff.commands.plan.figures import FROZEN, GIGA, Plan, recomputed_flops
 from m3diff.commands.plan.fit import RESERVE, GpuMemory, smallest_gpu_gb
-from m3diff.commands.plan.speed import Duration, UnknownDuration, estimate_duration
+from m3diff.commands.plan.speed import Duration, UnknownDuration, estimate_duration, format_devices
 from m3diff.commands.plan.warnings import warnings_of_plan
 from m3diff.commands.plan.workload import DatasetShare
 from m3diff.models import FAMILIES
 from m3diff.models.flops import ADAPTERS
-from m3diff.records.errors import Fault
+from m3diff.records.errors import Fault, format_count
 from m3diff.settings.compute import Compute, Gpu
 from m3diff.stages.convert.stage import PAPER_DATASETS, PAPER_SAMPLES
 from m3diff.stages.predict.stage import CONTROL_PAIRS
@@ -110,12 +110,6 @@ def _device(plan: Plan) -> str:
     return "GPU" if plan.run.compute.gpu else "process"
 
 
-def _devices_in_words(plan: Plan) -> str:
-    if plan.devices == 1:
-        return f"1 {_device(plan)}"
-    return f"{plan.devices} GPUs" if plan.run.compute.gpu else f"{plan.devices} processes"
-
-
 def _time_lines(plan: Plan, duration: Duration | UnknownDuration) -> Iterator[str]:
     if isinstance(duration, UnknownDuration):
         yield f"  time: unknown; {duration.remedy}"
@@ -126,8 +120,9 @@ def _time_lines(plan: Plan, duration: Duration | UnknownDuration) -> Iterator[st
     total = ""
     if device == "GPU" and plan.devices > 1:
         total = f" ({format_duration(hours, device)} in total)"
+    devices = format_devices(plan.devices, plan.run.compute.gpu)
     yield (
-        f"  time: about {format_duration(hours / plan.devices)} on {_devices_in_words(plan)}{total}, "
+        f"  time: about {format_duration(hours / plan.devices)} on {devices}{total}, "
         f"{format_estimate(captions_per_second)} captions per second on each {device}"
     )
     yield f"    {duration.basis}"
@@ -135,7 +130,8 @@ def _time_lines(plan: Plan, duration: Duration | UnknownDuration) -> Iterator[st
         controls = 2 * min(plan.test_pairs, CONTROL_PAIRS)
         caption_hours = duration.caption_hours(plan, plan.test_pairs + controls)
         yield (
-            f"    captioning {plan.test_pairs:,} test pairs and {controls:,} control pairs: about "
+            f"    captioning {format_count(plan.test_pairs, 'test pair')} and "
+            f"{format_count(controls, 'control pair')}: about "
             f"{format_duration(caption_hours)} on one {device} to read images and prompts. Writing the captions is not "
             "included and takes most of the time"
         )
@@ -162,10 +158,13 @@ def _memory_summary(plan: Plan, gpu_memory: GpuMemory | None) -> Iterator[str]:
 
 def _steps_line(plan: Plan) -> str:
     workload = plan.workload
-    return (
-        f"  data: {workload.pairs:,} pairs with {workload.references:,} captions; {plan.steps_per_epoch:,} step(s) of "
-        f"{plan.train.global_batch} sequences per epoch, {plan.steps:,} step(s) in {plan.train.epochs:g} epoch(s)"
-    )
+    pairs = format_count(workload.pairs, "pair")
+    captions = format_count(workload.references, "caption")
+    steps_per_epoch = format_count(plan.steps_per_epoch, "step")
+    batch = format_count(plan.train.global_batch, "sequence")
+    steps = format_count(plan.steps, "step")
+    epochs = format_count(plan.train.epochs, "epoch")
+    return f"  data: {pairs} with {captions}; {steps_per_epoch} of {batch} per epoch, {steps} in {epochs}"
 
 
 def _workload_lines(plan: Plan) -> Iterator[str]:
@@ -179,7 +178,7 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
         published_pairs=sum(share.published_pairs for share in workload.shares),
     )
     for share in (*workload.shares, total):
-        note = f" of {share.published_pairs:,} published pairs" if share.published_pairs else ""
+        note = f" of {format_count(share.published_pairs, 'published pair')}" if share.published_pairs else ""
         if not share.is_counted:
             note += "; references estimated"
         name = f"{share.dataset} {share.split}"
@@ -189,9 +188,11 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
         references = f"{PAPER_SAMPLES // 1000}k"
         yield f"  {PAPER_ROW:<28} {pairs:>9} pairs {references:>9} references"
     yield f"  {workload.prompt_tokens:.1f} tokens per prompt, {workload.reference_tokens:.1f} tokens per reference"
+    tokens = format_count(round(plan.tokens_per_sequence), "token")
     yield (
-        f"  max_captions_per_sequence {'all' if max_captions is None else max_captions}: {plan.sequences:,} sequences, "
-        f"each with {plan.tokens_per_sequence:,.0f} tokens and {plan.references_per_sequence:.2f} references on average"
+        f"  max_captions_per_sequence {'all' if max_captions is None else max_captions}: "
+        f"{format_count(plan.sequences, 'sequence')}, each with {tokens} and "
+        f"{plan.references_per_sequence:.2f} references on average"
     )
 
 
@@ -199,7 +200,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     unit = choose_unit(plan.memory_total_gb * GIGA, "B", largest_prefix="G")
     sequence = "a sequence of mean length"
     if plan.max_references is not None:
-        sequence = f"the longest sequence, with {plan.max_references} reference(s)"
+        sequence = f"the longest sequence, with {format_count(plan.max_references, 'reference')}"
     yield f"memory of each {_device(plan)} in {unit.name}, with the activations of {sequence}"
     for name, size in plan.memory_gb.items():
         yield f"  {name:<28} {size * GIGA / unit.size:>9.1f}"

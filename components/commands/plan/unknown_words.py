@@ -67,7 +67,7 @@ def count_words(base: Path, mixture: Path) -> WordCount | None:
         return None
     with data_error_if_unreadable(file, "files.unreadable"):
         tokenizer = Tokenizer.from_file(str(file))
-    references = read_samples(sorted((mixture / "train").glob("*.parquet")), ["answer"])["answer"]
+    references = read_samples(mixture / "train", ["answer"])["answer"]
     words = references.str.extract_all(WORD).explode().drop_nulls().alias("word")
     counts = words.value_counts().sort(pl.col("count"), pl.col("word"), descending=[True, False])
     spelled = counts.filter(pl.Series([is_spelled(tokenizer, word) for word in counts["word"]], dtype=pl.Boolean))

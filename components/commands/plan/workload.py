@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import polars as pl
 
-from m3diff.models.processing import PairProcessor
+from m3diff.models.contract import Processor
+from m3diff.records.sample import Turn
 
 # Numbers of tokens to assume if there is no tokenizer. PROMPT_TOKENS covers the chat template and a question, without
 # images. REFERENCE_TOKENS covers a reference and its end token. Families that do not read a question set their own
@@ -123,20 +124,22 @@ class TokenCounter:
         image_tokens: number of image tokens in a prompt.
     """
 
-    processor: PairProcessor | None
+    processor: Processor | None
     image_tokens: int
 
     def prompt_tokens(self, questions: pl.Series) -> float:
         """Return the mean number of tokens of the chat template and the question, without the images."""
         if self.processor is None:
             return PROMPT_TOKENS
-        return _mean_length(questions, self.processor.encode_prompt) - self.image_tokens
+        processor = self.processor
+        marks = processor.marks(2)
+        return _mean_length(questions, lambda text: processor.encode_prompt((Turn(text),), marks)) - self.image_tokens
 
     def reference_tokens(self, references: pl.Series) -> float:
         """Return the mean number of tokens of a reference, including its end token."""
         if self.processor is None:
             return REFERENCE_TOKENS
-        return _mean_length(references, self.processor.encode_reference)
+        return _mean_length(references, self.processor.encode_answer)
 
     def __str__(self) -> str:
         return "lengths by its tokenizer" if self.processor else "lengths estimated"

@@ -15,7 +15,7 @@ from m3diff.commands.score.references import References, find_references
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_task, require_references
 from m3diff.records.errors import DataError
-from m3diff.scoring.bootstrap import draw_ahead, intervals
+from m3diff.scoring.bootstrap import draw_ahead, intervals, intervals_by_kind
 from m3diff.scoring.grammar import parse_predictions
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, Metric
 from m3diff.scoring.metrics.java import ScorerFailed, require_java
@@ -30,6 +30,7 @@ from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 LIMIT_S = 3600  # time limit of a Java scorer in seconds; SPICE gets more, depending on its captions
 # Scores that are not reported, because a file of captions has no captions of shuffled pairs
 CONTROL_SCORES = {name for name, score in HEADLINE_SCORES.items() if score.is_shuffled_control}
+CONTROL_SCORES |= {"exact_match_unshuffled", "shuffled_questions"}
 
 
 def score(
@@ -45,7 +46,8 @@ def score(
 
     Args:
         predictions: file of captions in a format supported by `predictions.read_predictions`.
-        benchmark: name of a benchmark from `task.benchmarks`. None to use the references without a benchmark.
+        benchmark: name of a benchmark from `task.benchmarks`. None to use the references or ingest's records without
+            a benchmark.
         protocol: name of one of the benchmark's protocols. None for its main protocol.
         references: COCO captions, or the user's own table of pairs.
         data: alternative to `references`: the dataset's folder, or ingest's records of the dataset.
@@ -66,7 +68,7 @@ def score(
             find_jars(spice_dir)
         except ScorerFailed as missing:
             raise DataError("score.spice_dir_unusable", cause=missing.fault) from None
-    task = find_task(benchmark, protocol, references)
+    task = find_task(benchmark, protocol, references, data)
     task_references = find_references(task, references, data)
     matched = find_pairs(predictions, task, task_references, allow_faults)
     return score_pairs(matched, task, task_references, spice_dir)
@@ -108,6 +110,7 @@ def score_pairs(
     if protocol_pairs.counts_characters:
         ranking_score = f"{ranking_score}{BY_CHARACTERS}"
     published = [] if protocol_pairs.counts_characters else sort_published(task)
+    table = score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores})
     pairs_by_group = {group: ids for group, ids in protocol_pairs.groups.items() if ids and group != ALL_PAIRS}
     return ScoreReport(
         dataset=task.dataset,
@@ -120,12 +123,8 @@ def score_pairs(
         published_pairs=task.protocol.published_pairs,
         references=sum(len(pair.references) for pair in protocol_pairs.pairs),
         scores={name: value for name, value in scores.groups[ALL_PAIRS].items() if name not in CONTROL_SCORES},
-        intervals=intervals(
-            score_table(shown_metrics, [protocol_pairs], {protocol_pairs.name: scores}),
-            shown_metrics,
-            protocol_pairs.name,
-            counts=drawn_counts or None,
-        ),
+        intervals=intervals(table, shown_metrics, protocol_pairs.name, counts=drawn_counts or None),
+        kind_intervals=intervals_by_kind(table, shown_metrics, protocol_pairs.name),
         by_group={group: {"pairs": len(ids), **scores.groups[group]} for group, ids in pairs_by_group.items()},
         absent={name: reason for name, reason in scores.absent.items() if name not in CONTROL_SCORES},
         faults=[str(fault) for fault in matched.faults],

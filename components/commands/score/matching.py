@@ -14,7 +14,7 @@ from m3diff.commands.score.predictions import read_predictions
 from m3diff.commands.score.references import References
 from m3diff.commands.score.task import ScoringTask
 from m3diff.datasets.spec import SplitCount
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, format_count
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import includes_pair
 
@@ -71,10 +71,15 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
     notes += references.notes
     captions_in_other_splits = len(caption_by_name.keys() & set(references.names_in_other_splits))
     if captions_in_other_splits:
-        notes.append(f"{captions_in_other_splits:,} captions of pairs in other splits are not scored")
+        one_caption = "caption of a pair in another split is"
+        captions_text = format_count(captions_in_other_splits, one_caption, "captions of pairs in other splits are")
+        notes.append(f"{captions_text} not scored")
     captions_left_out = len(caption_by_name.keys() & references.pairs.keys()) - len(scored_pairs)
     if captions_left_out:
-        notes.append(f"{captions_left_out:,} captions of pairs outside the protocol {protocol.name!r} are not scored")
+        outside = f"outside the protocol {protocol.name!r}"
+        one_caption = f"caption of a pair {outside} is"
+        captions_text = format_count(captions_left_out, one_caption, f"captions of pairs {outside} are")
+        notes.append(f"{captions_text} not scored")
     notes += note_pairs(scored_pairs)
     return MatchedPairs(pairs=scored_pairs, faults=faults, notes=notes)
 
@@ -92,9 +97,10 @@ def note_pairs(pairs: Sequence[EvalPair]) -> list[str]:
     notes = []
     empty_captions = sum(not pair.prediction.strip() for pair in pairs)
     if empty_captions:
-        notes.append(f"{empty_captions:,} captions are empty")
+        notes.append(format_count(empty_captions, "caption is empty", "captions are empty"))
     distinct_references = {tuple(pair.references) for pair in pairs}
-    if len(pairs) > 1 and len(distinct_references) == 1:
+    has_captions = any(pair.question is None for pair in pairs)
+    if has_captions and len(pairs) > 1 and len(distinct_references) == 1:
         notes.append(
             "all pairs have the same references, so CIDEr is 0, because no word distinguishes a pair from the others"
         )

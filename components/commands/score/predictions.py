@@ -15,9 +15,9 @@ from m3diff.scoring.pairs import without_surrogates
 ID_FIELDS = (
     "image_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id", "key",
 )  # fmt: skip
-# Fields that may hold a caption. If a row also has "prediction", its "caption" is a reference. "value" is the value of
-# {id: caption}
-CAPTION_FIELDS = ("prediction", "caption", "value")
+# Fields that may hold a caption or an answer. If a row also has "prediction", its "caption" or "answer" is a reference.
+# "value" is the value of {id: caption}
+CAPTION_FIELDS = ("prediction", "caption", "value", "answer")
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,32 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
 from m3diff.commands.score.predictions import ID_FIELDS, describe_columns, find_columns, read_text
-from m3diff.commands.score.task import ScoringTask
+from m3diff.commands.score.task import ScoringTask, find_record_table
 from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, pick, read_json
 from m3diff.datasets.filters import SplitNames, split_of_cell
 from m3diff.datasets.split_column import SplitChoice, choose_split_column
 from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, images_of, names_of, read_rows, read_sample
 from m3diff.records.errors import DataError, Fault, data_error_if_unreadable
 from m3diff.records.schemas import SPLITS
+from m3diff.records.tables import part_paths, read_table
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.pairs import EvalPair
 
 # Names of the columns that may hold captions in a table of pairs, the most likely first
 CAPTION_COLUMNS = (
-    "captions", "references", "caption", "reference", "sentences", "sentence", "descriptions", "description",
+    "captions", "references", "caption", "reference", "sentences", "sentence", "descriptions", "description", "answers",
+    "answer",
 )  # fmt: skip
+# Names of the columns that may hold the question of a row and its kind
+QUESTION_COLUMNS = ("question", "query")
+KIND_COLUMNS = ("kind", "question_type", "question_kind")
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
 
     Args:
         references: COCO file or table of pairs. None to read `data`.
-        data: the dataset's folder, or ingest's records of the dataset.
+        data: the dataset's folder, ingest's records of the dataset, or a folder that contains their table.
 
     Raises:
         DataError: there are no references, or a test pair cannot be read.
@@ -63,6 +68,9 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
         if is_table(references):
             return read_reference_table(references, task)
         return read_coco_references(references, task)
+    record_table = None if data is None else find_record_table(data)
+    if record_table is not None:
+        return read_record_references(record_table, task)
     assert task.spec is not None
     if data is None:
         raise DataError(
@@ -71,9 +79,6 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
             names=task.spec.files,
             page=task.spec.page,
         )
-    records = data if data.suffix == ".parquet" else data / "records.parquet"
-    if records.is_file():
-        return read_record_references(records, task)
     if not data.is_dir():
         raise DataError("score.data_missing", path=data, names=task.spec.files)
     return read_dataset_references(data, task)
@@ -99,17 +104,34 @@ def read_dataset_references(folder: Path, task: ScoringTask) -> References:
 
 
 def read_record_references(path: Path, task: ScoringTask) -> References:
-    """Read the test pairs from ingest's records.parquet, and the grammar from the same folder."""
-    with data_error_if_unreadable(path, "files.unreadable_stage_output", writer="ingest"):
-        columns = ["id", "dataset", "references", "change_types"]
-        rows = pq.read_table(path, columns=columns, filters=[("split", "=", "test")]).to_pylist()
+    """Read the test pairs from a table of records, and the grammar from the folder that contains the table.
+
+    The records of an earlier release have no column for questions.
+    """
+    columns = ["id", "dataset", "references", "change_types"]
+    columns += [name for name in ("question", "kind") if name in column_names(path)]
+    test_rows = [("split", "=", "test")]
+    rows = read_table(path, columns, test_rows, "files.unreadable_stage_output", writer="ingest").to_pylist()
     pairs = {}
     for row in rows:
         if row["id"] is not None:
             name = row["id"].removeprefix(f"{row['dataset']}/")
-            pairs[name] = make_bare_pair(task, name, row["references"] or [""], row["change_types"] or [])
+            pair = make_bare_pair(task, name, row["references"] or [""], row["change_types"] or [])
+            pairs[name] = replace(pair, question=row.get("question"), kind=row.get("kind"))
     grammar = path.with_name("grammar.json")
     return References(pairs, Grammar.load(grammar) if grammar.is_file() else None)
+
+
+def column_names(table: Path) -> list[str]:
+    """Return the names of the columns of a table of records.
+
+    Raises:
+        DataError: the first part cannot be read.
+    """
+    first_part = part_paths(table)[0]
+    with data_error_if_unreadable(first_part, "files.unreadable_stage_output", writer="ingest"):
+        names: list[str] = pq.read_schema(first_part).names
+    return names
 
 
 def make_bare_pair(task: ScoringTask, name: str, references: list[str], change_types: list[str]) -> EvalPair:
@@ -117,10 +139,7 @@ def make_bare_pair(task: ScoringTask, name: str, references: list[str], change_t
     return EvalPair(
         id=f"{task.dataset}/{name}",
         dataset=task.dataset,
-        before=Path(),
-        after=Path(),
-        before_sha256=b"",
-        after_sha256=b"",
+        images=(),
         references=references,
         change_types=change_types,
     )
@@ -196,6 +215,9 @@ class ReferenceColumns:
     ids: column of ids. None if the pairs are named after their images.
     captions: one or more columns, each with a text or a list of texts.
     split: column that names the split of each pair, and the meaning of its values.
+    question: column of questions that the captions answer. None if there is none.
+    kind: column of the kinds of questions. None if there is none.
+    question_ids: column of ids of questions, which predictions may use in place of `ids`. None if there is none.
     notes: notes on columns that were chosen although their names do not make their meaning clear.
     """
 
@@ -203,6 +225,9 @@ class ReferenceColumns:
     ids: str | None
     captions: list[str]
     split: SplitChoice
+    question: str | None = None
+    kind: str | None = None
+    question_ids: str | None = None
     notes: Sequence[str] = ()
 
 
@@ -225,15 +250,17 @@ def find_reference_columns(path: Path) -> ReferenceColumns:
             possible_image_columns |= set(columns_in(name))
     columns = [name for name in header if name not in possible_image_columns]
     ids = next(iter(find_columns(columns, ID_FIELDS)), None)
+    question = next(iter(find_columns(columns, QUESTION_COLUMNS)), None)
     captions = find_caption_columns(columns)
-    split_values = {name: values[name] for name in columns if name in values and name not in {ids, *captions}}
+    used_columns = {ids, question, *captions}
+    split_values = {name: values[name] for name in columns if name in values and name not in used_columns}
     split = choose_split_column(path, sample.options, split_values, {})
     notes = []
     if split.column is None and split.occupied:
         names = " and ".join(split.occupied)
         notes.append(f"{path.name}: it is unclear whether {names} names the split of a pair, so all rows are used")
     if not captions:
-        unused_columns = [name for name in columns if name != ids and name not in split.occupied]
+        unused_columns = [name for name in columns if name not in (ids, question) and name not in split.occupied]
         text_columns = [name for name in unused_columns if has_sentences(values.get(name, []))]
         if len(text_columns) == 1:
             captions = text_columns
@@ -247,7 +274,16 @@ def find_reference_columns(path: Path) -> ReferenceColumns:
                 "score.image_columns_unclear", path=path, columns=all_columns, question=image_columns.question
             )
         raise DataError("score.no_id_column", path=path, columns=all_columns)
-    return ReferenceColumns(images=images, ids=ids, captions=captions, split=split, notes=notes)
+    return ReferenceColumns(
+        images=images,
+        ids=ids,
+        captions=captions,
+        split=split,
+        question=question,
+        kind=None if question is None else next(iter(find_columns(columns, KIND_COLUMNS)), None),
+        question_ids=None if question is None else next(iter(find_columns(columns, ("question_id",))), None),
+        notes=notes,
+    )
 
 
 def find_caption_columns(columns: Iterable[str]) -> list[str]:
@@ -309,6 +345,9 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
     If a column names several splits, only the pairs of the test split are scored. Predictions may identify a pair by
     its id or by the names that `m3diff caption` assigns to it.
 
+    If a column holds questions, each question about a pair is a record. If a pair has several questions, they are
+    called "<pair>?0", "<pair>?1", ... in the order of the table, as ingest calls them.
+
     Raises:
         DataError: the columns cannot be found (see `find_reference_columns`), the table has several splits but no test
             split, a row cannot be read or has no id, two rows have the same id but different images, or a pair has no
@@ -317,26 +356,17 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
     columns = find_reference_columns(path)
     rows = list(read_rows(path, columns.captions))
     selection = select_scored_rows(path, rows, columns.split)
-    images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
-    distinct_images = list(dict.fromkeys(images))
-    pair_names = dict(zip(distinct_images, names_of(locate_images(path, distinct_images)), strict=True))
-    # repeated rows have names, too, because `m3diff caption` captions them
-    row_names = names_of(locate_images(path, images))
     captions: dict[str, list[str]] = {}
-    images_by_id: dict[str, tuple[Any, Any]] = {}
+    questions: dict[str, RowName] = {}
     aliases: dict[str, str] = {}
     names_in_other_splits: dict[str, None] = {}  # a dict keeps the order
-    for number, (location, row) in enumerate(rows):
-        ids = columns.ids
-        pair_id = pair_names[images[number]] if ids is None else read_text(location, row, [ids]).strip()
-        names_of_row = [pair_names[images[number]], row_names[number]] if images else []
+    for number, named_row in enumerate(name_rows(path, rows, columns, selection)):
         if not selection.is_scored[number]:
-            names_in_other_splits |= dict.fromkeys([pair_id, *names_of_row])
+            names_in_other_splits |= dict.fromkeys([named_row.pair, *named_row.aliases])
             continue
-        if images and images_by_id.setdefault(pair_id, images[number]) != images[number]:
-            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair_id)
-        aliases |= dict.fromkeys(names_of_row, pair_id)
-        captions.setdefault(pair_id, []).extend(read_captions(location, row, columns.captions))
+        aliases |= dict.fromkeys(named_row.aliases, named_row.record)
+        questions.setdefault(named_row.record, named_row)
+        captions.setdefault(named_row.record, []).extend(read_captions(*rows[number], columns.captions))
     uncaptioned = [name for name, captions_of_pair in captions.items() if not captions_of_pair]
     if not captions:
         raise DataError("score.no_pair", path=path)
@@ -349,14 +379,98 @@ def read_reference_table(path: Path, task: ScoringTask) -> References:
             names=uncaptioned,
             name=uncaptioned[0],
         )
+    pairs = {
+        name: replace(pair, question=questions[name].question, kind=questions[name].kind)
+        for name, pair in make_pairs(task, captions).items()
+    }
     return References(
-        pairs=make_pairs(task, captions),
+        pairs=pairs,
         are_as_scored=True,
         aliases={name: pair_id for name, pair_id in aliases.items() if name not in captions},
         # splits may number their pairs separately, so a name may occur in two splits
         names_in_other_splits=[name for name in names_in_other_splits if name not in captions and name not in aliases],
         notes=[*columns.notes, *selection.notes],
     )
+
+
+class RowName(NamedTuple):
+    """The names that predictions may use for a row of a table, and its question.
+
+    pair: name of the pair.
+    record: name of the record, which is that of the pair unless the pair has several questions.
+    aliases: further names of the record.
+    image_name: alias that is the name of the images, which all questions about them share. None without images.
+    question, kind: question of the row and its kind. None for a caption.
+    """
+
+    pair: str
+    record: str
+    aliases: list[str]
+    image_name: str | None = None
+    question: str | None = None
+    kind: str | None = None
+
+
+def name_rows(
+    path: Path, rows: Sequence[tuple[str, Any]], columns: ReferenceColumns, selection: RowSelection
+) -> list[RowName]:
+    """Return the names and the question of each row.
+
+    Raises:
+        DataError: a row has no id, two rows have the same id but different images, or a question is not text.
+    """
+    images = [images_of(location, row, columns.images) for location, row in rows] if columns.images else []
+    distinct_images = list(dict.fromkeys(images))
+    pair_names = dict(zip(distinct_images, names_of(locate_images(path, distinct_images)), strict=True))
+    # repeated rows have names, too, because `m3diff caption` captions them
+    row_names = names_of(locate_images(path, images))
+    images_by_id: dict[str, tuple[Any, Any]] = {}
+    named_rows = []
+    for number, (location, row) in enumerate(rows):
+        pair = pair_names[images[number]] if columns.ids is None else read_text(location, row, [columns.ids]).strip()
+        image_name = pair_names[images[number]] if images else None
+        aliases = [] if image_name is None else [image_name, row_names[number]]
+        has_known_images = images and selection.is_scored[number]
+        if has_known_images and images_by_id.setdefault(pair, images[number]) != images[number]:
+            raise DataError("score.id_of_other_images", path=location, field=columns.ids, name=pair)
+        if columns.question_ids is not None:
+            aliases.append(read_text(location, row, [columns.question_ids]).strip())
+        question = None if columns.question is None else read_optional_text(location, row, columns.question)
+        kind = None if columns.kind is None else read_optional_text(location, row, columns.kind)
+        named_rows.append(RowName(pair, pair, aliases, image_name, question, kind))
+    return name_questions(named_rows, selection)
+
+
+def name_questions(named_rows: Sequence[RowName], selection: RowSelection) -> list[RowName]:
+    """Return the rows with the names of their records: the name of the pair, with a number if it has several questions.
+
+    The questions of a pair are counted in the scored rows. The name of a pair with several questions is no alias.
+    """
+    numbers_by_pair: dict[str, dict[str | None, int]] = {}
+    for is_scored, row in zip(selection.is_scored, named_rows, strict=True):
+        if is_scored:
+            numbers = numbers_by_pair.setdefault(row.pair, {})
+            numbers.setdefault(row.question, len(numbers))
+    rows_of_records = []
+    for row in named_rows:
+        numbers = numbers_by_pair.get(row.pair, {})
+        if len(numbers) > 1 and row.question in numbers:
+            own_aliases = [alias for alias in row.aliases if alias != row.image_name]
+            row = row._replace(record=f"{row.pair}?{numbers[row.question]}", aliases=own_aliases)
+        rows_of_records.append(row)
+    return rows_of_records
+
+
+def read_optional_text(location: str, row: Any, column: str) -> str | None:
+    """Return the text of a cell without white space around it, or None if the cell is empty.
+
+    Raises:
+        DataError: the value is not text.
+    """
+    value = look_up(row, column)
+    if value is None:
+        return None
+    return read_text(location, {column: value}, [column]).strip() or None
 
 
 def locate_images(table: Path, images: Iterable[tuple[Any, Any]]) -> list[tuple[Path | Embedded, Path | Embedded]]:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from m3diff.report.score_tables import published_table
+from m3diff.records.errors import format_count
+from m3diff.report.score_tables import answer_table, published_table
 from m3diff.report.tables import Table, TableRow, format_lines, make_cell
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import Value
@@ -39,6 +40,8 @@ class ScoreReport(BaseModel):
     published: list[dict[str, Any]]
     counts_characters: bool = False
     """Whether characters are used as words in scripts without spaces. Names of such scores end in -char."""
+    kind_intervals: dict[str, dict[str, Interval]] = Field(default={}, exclude_if=lambda intervals: not intervals)
+    """Intervals of the scores of answers, by kind of question and score. Left out of the file if there are none."""
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report for the terminal."""
@@ -46,6 +49,10 @@ class ScoreReport(BaseModel):
         yield from (f"  FAULT {fault}" for fault in self.faults)
         yield from (f"  note: {note}" for note in self.notes)
         yield from (f"  {line}" for line in format_lines(self._score_table()))
+        answers = answer_table(self.dataset, self._protocol_scores())
+        if answers is not None:
+            yield "  right answers in percent, by kind of question:"
+            yield from (f"    {line}" for line in format_lines(answers))
         yield from (f"  {name}: {reason}" for name, reason in self.absent.items())
         published = self._published_table()
         if published is not None:
@@ -57,7 +64,9 @@ class ScoreReport(BaseModel):
         source = f" ({self.source})" if self.source else ""
         yield f"{self.dataset}, protocol {self.protocol!r}{source}"
         published_pairs = "" if self.published_pairs is None else f" (papers: {self.published_pairs:,})"
-        yield f"  {self.pairs:,} pairs{published_pairs}, {self.references / self.pairs:.2f} references per pair"
+        noun = "pair" if self.scores.get("questions") is None else "record"
+        pairs = format_count(self.pairs, noun)
+        yield f"  {pairs}{published_pairs}, {self.references / self.pairs:.2f} references per {noun}"
         tokenizer = "PTB, in lower case" if self.tokenizer == "ptb" else "split at white space, case-sensitive"
         if self.counts_characters:
             tokenizer = f"characters in scripts without spaces between words, otherwise {tokenizer}"
@@ -68,19 +77,24 @@ class ScoreReport(BaseModel):
     def _score_table(self) -> Table:
         rows = []
         for name, value in self.scores.items():
+            if isinstance(value, int):
+                continue  # a number of questions, which the table of answers shows
             label = "" if value is None else f"{value:.4f}"
             cell = make_cell(value, self.intervals.get(name))
             rows.append(TableRow(name, (label,), (cell,)))
         return Table("scores", ("score", "value", "x 100, 95 % interval"), rows)
 
     def _published_table(self) -> Table | None:
-        scores = ProtocolScores(
+        published_rows = [PublishedRow(**row) for row in self.published]
+        return published_table(self.dataset, self._protocol_scores(), published_rows, self.headline)
+
+    def _protocol_scores(self) -> ProtocolScores:
+        return ProtocolScores(
             pairs=self.pairs,
             published_pairs=self.published_pairs,
             scores=self.scores,
             intervals=self.intervals,
-            groups={},
+            groups=self.by_group,
             absent=self.absent,
+            kind_intervals=self.kind_intervals,
         )
-        published_rows = [PublishedRow(**row) for row in self.published]
-        return published_table(self.dataset, scores, published_rows, self.headline)

@@ -3,6 +3,7 @@
 A protocol states which test pairs are scored and in which form, as in the papers on a dataset.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, SplitCount
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.tables import part_paths
 from m3diff.scoring.protocols import list_protocols
 from m3diff.scoring.published import PublishedRow, find_published_rows
 from m3diff.settings.section import ParamsError
+
+PART_NAME = re.compile(r"\d{5}\.parquet")
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,16 @@ def require_references(
 ) -> None:
     """Check that the options say what to compare the captions with.
 
+    Records of ingest need no benchmark, because they contain the references of any dataset.
+
     Raises:
         ParamsError: neither a benchmark nor references are given, or an option needs a benchmark that is not given.
     """
-    if benchmark is not None or (references is not None and protocol is None and data is None):
+    if benchmark is not None:
+        return
+    if protocol is None and references is not None and data is None:
+        return
+    if protocol is None and references is None and data is not None and find_record_table(data) is not None:
         return
     needs_benchmark = [f"--{name}" for name, value in (("protocol", protocol), ("data", data)) if value is not None]
     faults = []
@@ -75,11 +85,29 @@ def require_references(
     raise ParamsError("score.call_incomplete", faults=faults, predictions=predictions, names=list(benchmarks()))
 
 
-def find_task(benchmark: str | None, protocol: str | None, references: Path | None) -> ScoringTask:
+def find_record_table(data: Path) -> Path | None:
+    """Return the table of records that a path names or contains, or None if there is none."""
+    candidates = (data, data / "records", data / "records.parquet")
+    return next((table for table in candidates if is_table_of_records(table)), None)
+
+
+def is_table_of_records(path: Path) -> bool:
+    """Return whether a path is a table of records: a folder of numbered parts, or the single file of an older release.
+
+    A dataset's folder may contain Parquet files, too, but with other names.
+    """
+    if path.is_dir():
+        return any(PART_NAME.fullmatch(part.name) for part in part_paths(path))
+    return path.suffix == ".parquet" and path.is_file()
+
+
+def find_task(
+    benchmark: str | None, protocol: str | None, references: Path | None, data: Path | None = None
+) -> ScoringTask:
     """Return the task for a benchmark's protocol, with its published scores, or for references without a benchmark.
 
     Args:
-        benchmark: name of the benchmark. None to use `references` without a benchmark.
+        benchmark: name of the benchmark. None to use `references` or the records in `data` without a benchmark.
         protocol: name of the protocol. None for the benchmark's main protocol.
 
     Raises:
@@ -87,6 +115,11 @@ def find_task(benchmark: str | None, protocol: str | None, references: Path | No
     """
     if benchmark is None and references is not None:
         return ScoringTask(references.stem, Protocol("as given", published_pairs=None))
+    table = find_record_table(data) if benchmark is None and data is not None else None
+    if table is not None:
+        # ingest writes the records of a dataset to <dataset>/records
+        folder = table.parent if table.stem == "records" else table
+        return ScoringTask(folder.resolve().name, Protocol("test", published_pairs=None))
     known_benchmarks = benchmarks()  # imports every dataset
     if benchmark not in known_benchmarks:
         raise DataError("score.benchmark_unknown", value=benchmark, names=list(known_benchmarks))

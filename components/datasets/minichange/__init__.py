@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from m3diff.datasets.clevr_change import read
+from m3diff.datasets.clevr_change import FILES, read, recognise
 from m3diff.datasets.files import read_json, read_splits
 from m3diff.datasets.minichange.language import describe_scene, grammar, references
 from m3diff.datasets.minichange.scene import (
@@ -135,7 +135,7 @@ def read_singles(root: Path) -> Iterator[Row]:
                 )
 
 
-ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
+ANNOTATIONS = (*FILES, "grammar.json")
 
 # Files and folders that MiniChange writes, besides the images
 WRITTEN_NAMES = {*FOLDERS, *ANNOTATIONS, SCENES_FILE}
@@ -240,9 +240,10 @@ SPEC = DatasetSpec(
     title="MiniChange",
     page="components/datasets/minichange",
     paper=None,
-    licence=Licence.of("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0", PERMISSION),
+    licence=Licence.for_every_use("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0", PERMISSION),
     read=read,
     files=ANNOTATIONS,
+    recognise=recognise,
     protocols=(
         Protocol("total", published_pairs=None),
         Protocol("semantic", published_pairs=None, ids=r"\d+\.png", pairs="pairs with a change"),

@@ -1,9 +1,10 @@
 """The list of all metrics, the types that describe a metric, and the inputs of metrics.
 
 To add a metric, write a file next to this one and add a line to METRICS. That is enough for `m3diff score`, which
-computes every metric whose inputs it has. `evaluate` computes the metrics in `evaluate.metrics` of params.yaml. To show
-a score wherever runs are compared (in headline.json, the report, the model card and MLflow), add a line to
-HEADLINE_SCORES. Importing this file is cheap because metrics import the packages they need inside `compute`.
+computes every metric whose inputs it has. `evaluate` computes the metrics in `evaluate.metrics` of params.yaml, and the
+metric ANSWERS if records have questions of their own. To show a score wherever runs are compared (in headline.json, the
+report, the model card and MLflow), add a line to HEADLINE_SCORES. Importing this file is cheap because metrics import
+the packages they need inside `compute`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +19,11 @@ import numpy as np
 from m3diff.records import LazyMapping
 from m3diff.scoring.grammar import ParsedCaption
 from m3diff.scoring.metrics.ngrams import Ngrams, SharedNgrams
-from m3diff.scoring.pairs import EvalPair, Groups
+from m3diff.scoring.pairs import EvalPair, Groups, SelectedRecords
 
 T = TypeVar("T")
+
+ANSWERS = "answers"  # metric of answers to questions of their own, which is computed without being chosen
 
 BY_CHARACTERS = "-char"  # suffix of the names of scores that are computed on characters
 ENGLISH_ONLY = "it reads English alone, and the references are in a script without spaces between words"
@@ -158,6 +161,7 @@ class Metric:
         reads: the texts that the metric reads: tokens of any language, tokens of English captions only, or none of
             these. Metrics for English are not computed for scripts without spaces between words, and a note names them
             if references are in another language.
+        records: the records of a protocol that the metric scores; see `ProtocolPairs.select`.
     """
 
     compute: Callable[[list[EvalPair], Groups, MetricInputs], MetricScores]
@@ -172,6 +176,7 @@ class Metric:
     needs_grammar: bool = False
     extra_input: Literal["images", "judge", "spice_dir"] | None = None
     reads: Literal["tokens", "English", "other"] = "other"
+    records: SelectedRecords = "texts"
 
 
 def score_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
@@ -202,6 +207,7 @@ def divide_sums(dividend: int, divisor: int) -> Callable[[np.ndarray], np.ndarra
 METRICS: LazyMapping[Metric] = LazyMapping(
     "METRIC",
     {
+        ANSWERS: "m3diff.scoring.metrics.answers",  # first, because short answers have no other score
         "CIDEr": "m3diff.scoring.metrics.cider",
         "METEOR": "m3diff.scoring.metrics.meteor",
         "ROUGE-L": "m3diff.scoring.metrics.rouge_l",
@@ -238,6 +244,32 @@ class HeadlineScore:
 
 # Scores for comparing runs, in the order of headline.json and of the report
 HEADLINE_SCORES = {
+    "exact_match": HeadlineScore(
+        ANSWERS,
+        report_title="questions: answer equals a reference, %",
+        card_title="answers to questions that equal a reference, %",
+        registry_title="answers that equal a reference, %",
+    ),
+    "yes_no_accuracy": HeadlineScore(
+        ANSWERS,
+        report_title="yes/no questions: answered rightly, %",
+        card_title="yes/no questions answered rightly, %",
+    ),
+    "number_accuracy": HeadlineScore(
+        ANSWERS,
+        report_title="questions for a number: answered rightly, %",
+        card_title="questions for a number answered rightly, %",
+    ),
+    "choice_accuracy": HeadlineScore(
+        ANSWERS,
+        report_title="questions with options: answered rightly, %",
+        card_title="questions with options answered rightly, %",
+    ),
+    "exact_match_shuffled": HeadlineScore(
+        ANSWERS,
+        report_title="control with shuffled after-images: answer equals a reference, %",
+        is_shuffled_control=True,
+    ),
     "BLEU-4": HeadlineScore("BLEU", "BLEU-4", card_title="BLEU-4", registry_title="BLEU-4"),
     "METEOR": HeadlineScore("METEOR", "METEOR", card_title="METEOR", registry_title="METEOR"),
     "ROUGE-L": HeadlineScore("ROUGE-L", "ROUGE-L", card_title="ROUGE-L", registry_title="ROUGE-L"),
@@ -350,8 +382,8 @@ def add_character_variants(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
-    """Return the named metrics in the order of METRICS."""
-    chosen_names = set(names)
+    """Return the named metrics and the metric ANSWERS, in the order of METRICS."""
+    chosen_names = {*names, ANSWERS}
     unknown_names = chosen_names - METRICS.keys()
     assert not unknown_names, f"unknown metrics {sorted(unknown_names)}; known: {', '.join(METRICS)}"
     return {name: METRICS[name] for name in METRICS if name in chosen_names}

@@ -256,5 +256,6 @@ METRIC = Metric(
     resampled=RESAMPLED,
     lower_is_better=("false_no_change", "false_changes", "unreadable"),
     java=False,
+    records="captions",
     needs_grammar=True,
 )

@@ -169,5 +169,6 @@ METRIC = Metric(
     columns={"judge": "bool", "judge_answer": "string"},
     resampled={"judge": mean_of("judge")},
     java=False,
+    records="captions",
     extra_input="judge",
 )

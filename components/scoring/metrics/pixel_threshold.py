@@ -71,14 +71,13 @@ def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> Metr
     The areas are absent if the two images of a pair cannot be compared.
     """
     del groups, inputs
-    judged_pairs = [pair for pair in pairs if pair.change_types]
+    judged_pairs = [pair for pair in pairs if pair.change_types and pair.has_two_images]
     if len({pair.is_distractor for pair in judged_pairs}) < 2:
         return MetricScores({}, {}, dict.fromkeys(METRIC.overall, ONE_KIND))
     pair_scores: dict[str, dict[str, float]] = {}
     for pair in judged_pairs:
         try:
-            before = np.asarray(load_image(pair.before))
-            after = np.asarray(load_image(pair.after))
+            before, after = (np.asarray(load_image(image.uri)) for image in pair.images)
             pair_differences = measure_differences(before, after)
         except ValueError as error:
             return MetricScores({}, {}, dict.fromkeys(METRIC.overall, f"{pair.id}: {error}"))
@@ -99,5 +98,6 @@ METRIC = Metric(
     overall=tuple(f"pixel_{kind}_auc" for kind in KINDS),
     columns={f"pixel_{kind}_difference": "double" for kind in KINDS},
     java=False,
+    records="captions",
     extra_input="images",
 )

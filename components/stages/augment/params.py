@@ -133,7 +133,7 @@ class SyntheticDataset(Section):
     root: Path
     """Folder to write to. Every run replaces it. The report is written to `<root>.json`, next to the folder."""
 
-    seed: int = Field(ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seed of all random draws."""
 
 
@@ -149,10 +149,10 @@ class Edits(SyntheticDataset):
     writer: Writer
     """Writer that paraphrases the instructions."""
 
-    edits: int = Field(ge=1)
+    edits: int = Field(default=1, ge=1)
     """Number of edits per original image, each with a different seed."""
 
-    paraphrases: Mapping[Split, Annotated[int, Field(ge=0)]]
+    paraphrases: Mapping[Split, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Number of paraphrases per split. Each pair gets them as additional references. Pairs in splits that are not
     listed do not get paraphrases. An original image with fewer usable paraphrases is left out."""
 
@@ -177,11 +177,11 @@ class Neighbours(SyntheticDataset):
     """Minimum and maximum cosine similarity between the features of two paired images, in [-1, 1]. Below the minimum,
     images have too little in common. Above the maximum, they show the same scene without a change."""
 
-    max_text_similarity: float = Field(ge=0, le=1)
+    max_text_similarity: float = Field(default=1.0, ge=0, le=1)
     """Maximum share of words that the captions of two paired images have in common. 1 accepts all pairs with different
     captions."""
 
-    references: int = Field(ge=1)
+    references: int = Field(default=1, ge=1)
     """Number of captions per pair. A pair with fewer usable captions is left out."""
 
     @field_validator("band")

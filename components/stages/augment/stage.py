@@ -173,7 +173,8 @@ def read_originals(
     rows = single_rows
     if use == "instruction" or not single_rows:
         rows = list(_read_rows(source, unpack_to))
-    if use == "caption" and not any(row.fault or row.images[0] == row.images[1] for row in rows):
+    has_captions = any(row.fault or (len(row.images) == 2 and row.images[0] == row.images[1]) for row in rows)
+    if use == "caption" and not has_captions:
         raise DataError("augment.no_captions_of_images", path=source.root)
     rows_with_image = [(row, image_path(source, row.images[0])) for row in _usable_rows(rows, source, result, use)]
     paths = pl.Series([str(image) for _, image in rows_with_image if image], dtype=pl.String)
@@ -215,6 +216,8 @@ def _usable_rows(rows: Sequence[Row], source: RawSource, result: AugmentResult, 
         elif row.split != highest_splits[row.scene]:
             example = f"{row.source}: {row.scene} is in {highest_splits[row.scene]}"
             result.reject("scene is in a higher split", example)
+        elif row.question is not None:
+            result.reject("has a question of its own", row.source)
         elif use == "caption" and row.images[0] != row.images[1]:
             result.reject("is a pair of two images", row.source)
         elif use == "instruction" and row.change_types == [NO_CHANGE]:

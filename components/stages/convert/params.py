@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from m3diff.records import installation
 from m3diff.settings.section import Section
 
 
@@ -27,35 +28,37 @@ class MixtureSource(Section):
     """Which samples are made from a pair: `each` makes one sample per reference, `one` makes one sample with a random
     reference, `joined` makes one sample whose answer contains all references."""
 
-    references_per_pair: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
-    """Maximum number of training samples per pair of this dataset. `all` removes the limit, null uses the section's
-    `references_per_pair`."""
+    references_per_question: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    """Maximum number of training samples per question about a pair of this dataset. `all` removes the limit, null uses
+    the section's `references_per_question`."""
 
 
 class Convert(Section):
     """Selection of pairs, references and questions for the training mixture."""
 
-    seed: int = Field(ge=0)
+    seed: int = Field(default=11_093, ge=0)
     """Seed of all random draws: pairs, references, questions and order. Each draw depends only on the seed and the
     pair's id, so adding a dataset to the mixture does not change the draws for other datasets."""
 
-    questions: Path
-    """YAML file with the questions for each task."""
+    questions: Path = Field(default_factory=installation.questions_file)
+    """YAML file with the questions for each task. The default is the file in the package, `profiles/questions.yaml`."""
 
-    references_per_pair: int | None = Field(ge=1)
-    """Maximum number of training samples per pair. null makes one sample per reference. Validation and test splits keep
-    all references."""
+    references_per_question: int | None = Field(default=None, ge=1)
+    """Maximum number of training samples per question about a pair. Captions answer a single question about their pair.
+    null makes one sample per reference. Validation and test splits keep all references."""
 
-    no_change_share: float = Field(ge=0, le=1)
+    no_change_share: float = Field(default=1.0, ge=0, le=1)
     """Share of the pairs without a change that are used for training. 1 uses all of them. With too many such pairs, a
     model learns to deny changes."""
 
-    sources: Mapping[str, MixtureSource]
+    sources: Mapping[str, MixtureSource] = Field(default_factory=dict)
     """Settings of individual datasets, by name. Datasets that are not listed use the defaults."""
 
     def most_references(self, source: MixtureSource) -> int | None:
-        """Return the maximum number of training samples per pair of a dataset, or None for no limit."""
+        """Return the maximum number of training samples per question of a dataset, or None for no limit."""
         if source.samples == "one":
             return 1
-        limit = self.references_per_pair if source.references_per_pair is None else source.references_per_pair
+        limit = source.references_per_question
+        if limit is None:
+            limit = self.references_per_question
         return None if limit == "all" else limit

@@ -1,10 +1,11 @@
 """Stage `convert`: turn clean records into question-answer samples in Parquet shards.
 
-A pair is two images with reference captions. Each sample has one question and one answer, and the samples of a pair are
-consecutive. The same seed gives the same samples. The validation and test splits keep every pair and every reference,
-even empty ones. The training split omits empty and repeated references of a pair, draws at most `references_per_pair`
-of the remaining references, and keeps only a share of the pairs without a change. All references of a pair are answers
-to the same question, so that training can process the images and the question once for all of them.
+A sample has one question and one answer. The samples of an image set are consecutive, so that training can process its
+images once for all of its questions, and an image set is used or left out with all of its questions. The same seed
+gives the same samples. The validation and test splits keep every record and every reference, even empty ones. The
+training split omits empty and repeated references of a record, draws at most `references_per_question` of the remaining
+references, and keeps only a share of the pairs without a change. Captions have no question of their own. They are
+answers to one of the questions of the dataset's task, which is the same for all captions of a pair.
 
 Random numbers depend only on the seed and an id, not on other records or the version of a library. The hash functions
 of polars and Python do not guarantee that, so this module implements a hash function.
@@ -14,29 +15,31 @@ Each split has a separate folder, so that DVC can track that training depends on
 """
 
 import hashlib
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import polars as pl
-import pyarrow.parquet as pq
+import pyarrow as pa
 import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import SplitCount
-from m3diff.records.errors import DataError, ParamsError, cause_of, data_error_if_unreadable
+from m3diff.records.errors import DataError, ParamsError, cause_of
 from m3diff.records.files import StageReport
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
+from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
+from m3diff.records.tables import iterate_parts, load_table, part_bounds, part_paths, write_parts
 from m3diff.stages.convert.params import Convert, MixtureSource
 from m3diff.stages.ingest.params import DatasetEntry
 
-COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
+# Images and turns of a record. A sample refers to them by the `row` of its record until it is written, to save memory
+NESTED_COLUMNS = ["images", "history"]
+COLUMNS = [*(name for name in SAMPLE_SCHEMA.names if name not in NESTED_COLUMNS), "row", "order"]
 
 # Size of M3Diff's training mixture according to the paper (section 5.2): "145k pairs and 896k question-answer samples"
 PAPER_SAMPLES = 896_000
@@ -66,7 +69,6 @@ class Draw(IntEnum):
 
 
 SHARD_SAMPLES = 100_000
-ROW_GROUP = 16_384  # rows per row group: few enough to read one pair quickly, enough to compress well
 
 IMAGE_MARK = "<image>"  # placeholder for an image in a prompt; questions must not contain it
 
@@ -77,9 +79,10 @@ class ConvertCounts(BaseModel):
     """Counts of one dataset.
 
     Attributes:
-        pairs: number of pairs per split.
+        pairs: number of image sets per split. Several questions about a pair count once.
         samples: number of samples per split.
-        left_out: number of training pairs and references that are left out, by reason.
+        left_out: number of training pairs and references that are left out, by reason. A question without a usable
+            answer counts as a pair without a reference.
     """
 
     pairs: dict[str, int]
@@ -91,7 +94,7 @@ class ConvertReport(StageReport):
     """The stage's report.json.
 
     Attributes:
-        pairs: number of pairs per split.
+        pairs: number of image sets per split.
         samples: number of samples per split.
         datasets: counts per dataset.
         published: `published_mixture_counts` if the mixture consists of exactly the paper's datasets, otherwise empty.
@@ -119,10 +122,10 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         DataError: the clean records cannot be used.
         ParamsError: the file of questions cannot be used.
     """
-    records = _load_records(clean / "records.parquet", entries)
+    records = _load_records(clean / "records", entries)
     names = records["dataset"].unique().sort().to_list()
     questions = load_questions(cfg.questions)
-    pairs = records.with_row_index("row").with_columns(id_keys(cfg.seed, records["id"]))
+    pairs = records.drop(NESTED_COLUMNS).with_row_index("row").hstack(draw_keys(cfg.seed, records))
     samples_by_dataset = []
     counts = {}
     for name in names:
@@ -135,7 +138,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         samples_by_dataset.append(samples_of_dataset)
     samples = pl.concat(samples_by_dataset)
     for split in SPLITS:
-        _write_shards(samples.filter(split=split), out / split)
+        _write_split(samples.filter(split=split), records.select(NESTED_COLUMNS), out / split)
     is_paper_mixture = set(PAPER_DATASETS) == set(names)
     published = {name: published_mixture_counts()[name] for name in names} if is_paper_mixture else {}
     return ConvertReport(
@@ -162,10 +165,10 @@ def _convert_dataset(
 
 def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
     """Return the numbers of pairs and samples of a dataset per split."""
-    pair_ids = {split: samples.filter(split=split)["record"] for split in SPLITS}
+    image_sets = {split: samples.filter(split=split)["image_set"] for split in SPLITS}
     return ConvertCounts(
-        pairs={split: ids.n_unique() for split, ids in pair_ids.items()},
-        samples={split: ids.len() for split, ids in pair_ids.items()},
+        pairs={split: names.n_unique() for split, names in image_sets.items()},
+        samples={split: names.len() for split, names in image_sets.items()},
         left_out=omissions,
     )
 
@@ -195,11 +198,10 @@ def require_test_pairs(mixture: Path, protocol: str) -> None:
     dataset = protocol.partition("/")[0]
     if not folder.is_dir():
         return
-    for shard in sorted(folder.glob("*.parquet")):
-        with data_error_if_unreadable(shard):
-            names = pq.read_table(shard, columns=["dataset"])["dataset"].unique().to_pylist()
-        if dataset in names:
-            return
+    if part_paths(folder):
+        for part in iterate_parts(folder, columns=["dataset"]):
+            if dataset in part["dataset"].unique().to_pylist():
+                return
     raise DataError("ingest.no_test_pair", path=folder, dataset=dataset, protocol=protocol)
 
 
@@ -220,21 +222,24 @@ def load_questions(path: Path) -> dict[str, list[str]]:
     return questions
 
 
-def _write_shards(samples: pl.DataFrame, folder: Path) -> None:
-    """Write the samples to a new folder. Each shard has about SHARD_SAMPLES samples, and a pair is never split."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    rows = np.argsort(samples["order"].to_numpy(), kind="stable")
-    order = samples["order"].gather(rows).to_numpy()
-    pair_ends = np.append(np.flatnonzero(order[1:] != order[:-1]) + 1, len(order))
-    # Move each cut to the end of the pair that it would split
-    cuts = np.arange(SHARD_SAMPLES, len(order), SHARD_SAMPLES)
-    cuts_between_pairs = pair_ends[np.searchsorted(pair_ends, cuts)]
-    boundaries = np.unique([0, *cuts_between_pairs, len(order)])
-    # Gather one shard at a time, because a sorted copy of all samples would double the memory
-    for number, (start, end) in enumerate(pairwise(boundaries)):
-        shard = samples.select(SAMPLE_SCHEMA.names)[rows[start:end]].to_arrow().cast(SAMPLE_SCHEMA)
-        pq.write_table(shard, folder / f"{number:05d}.parquet", compression="zstd", row_group_size=ROW_GROUP)
+def _write_split(samples: pl.DataFrame, nested: pl.DataFrame, table: Path) -> None:
+    """Write the samples of a split as a table. Each part has about SHARD_SAMPLES samples. Without samples, it is empty.
+
+    Args:
+        samples: samples with the columns in COLUMNS.
+        nested: NESTED_COLUMNS of all records, in the order of their `row`.
+        table: folder of the split.
+    """
+    order = np.argsort(samples["order"].to_numpy(), kind="stable")
+
+    # Gather one part at a time, because a sorted copy of all samples would double the memory
+    def parts() -> Iterator[pa.Table]:
+        for start, end in part_bounds(samples["image_set"].gather(order).to_arrow(), SHARD_SAMPLES):
+            part = samples[order[start:end]]
+            part = part.hstack(nested[part["row"]])
+            yield part.select(SAMPLE_SCHEMA.names).to_arrow().cast(SAMPLE_SCHEMA)
+
+    write_parts(parts(), table)
 
 
 def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFrame:
@@ -243,11 +248,14 @@ def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFram
     The samples have the columns in COLUMNS.
 
     Args:
-        pairs: records with their `row` and `key`.
-        questions: questions of the task. Only the first is asked.
+        pairs: records with their `row` and the columns of `draw_keys`.
+        questions: questions of the task. Only the first is asked, where a record has no question of its own.
     """
+    first_row_of_image_set = pl.col("row").min().over("image_set")
     pairs_with_question = pairs.with_columns(
-        question=pl.lit(questions[0]), order=pl.col("row").cast(pl.UInt64), copy=pl.lit(0)
+        question=pl.coalesce("question", pl.lit(questions[0])),
+        order=first_row_of_image_set.cast(pl.UInt64),
+        copy=pl.lit(0),
     )
     return _to_samples(_one_row_per_reference(pairs_with_question))
 
@@ -260,7 +268,7 @@ def training_samples(
     The samples have the columns in COLUMNS.
 
     Args:
-        pairs: records with their `row` and `key`.
+        pairs: records with their `row` and the columns of `draw_keys`.
         questions: questions of the task.
         source: settings of the dataset.
         cfg: the section `convert`.
@@ -270,9 +278,10 @@ def training_samples(
     """
     sampled_pairs = _sample_pairs(pairs, source, cfg.no_change_share)
     # All references of a pair get the same question, so that they can share one prompt
-    question_numbers = random_bits(sampled_pairs["key"], Draw.QUESTION) % len(questions)
-    question = pl.Series(questions, dtype=pl.String).gather(question_numbers)
-    references = _one_row_per_reference(sampled_pairs.with_columns(question=question))
+    question_numbers = random_bits(sampled_pairs["image_set_key"], Draw.QUESTION) % len(questions)
+    task_question = pl.Series(questions, dtype=pl.String).gather(question_numbers)
+    pairs_with_question = sampled_pairs.with_columns(question=pl.coalesce("question", pl.lit(task_question)))
+    references = _one_row_per_reference(pairs_with_question)
     nonempty_references = references.filter(pl.col("answer") != "")
     is_first_occurrence = pl.struct("row", "copy", "answer").is_first_distinct()
     distinct_references = nonempty_references.filter(is_first_occurrence)
@@ -283,7 +292,7 @@ def training_samples(
         answers = _sample_references(distinct_references, cfg.most_references(source))
         references_over_cap = distinct_references.height - answers.height
     omissions = {
-        "pairs_not_sampled": pairs.height - sampled_pairs["row"].n_unique(),
+        "pairs_not_sampled": pairs["image_set"].n_unique() - sampled_pairs["image_set"].n_unique(),
         "pairs_without_reference": sampled_pairs["row"].n_unique() - answers["row"].n_unique(),
         "empty_references": references.height - nonempty_references.height,
         "repeated_references": nonempty_references.height - distinct_references.height,
@@ -307,19 +316,20 @@ def _sample_pairs(pairs: pl.DataFrame, source: MixtureSource, no_change_share: f
     column `order` contains random numbers. Sorting by `order` shuffles the rows.
     """
     has_no_change = pairs["change_types"].list.contains(NO_CHANGE).to_numpy()
-    no_change_draw = uniform(random_bits(pairs["key"], Draw.NO_CHANGE_PAIR))
+    no_change_draw = uniform(random_bits(pairs["image_set_key"], Draw.NO_CHANGE_PAIR))
     is_left_out = has_no_change & (no_change_draw >= no_change_share)
     full_copies, extra_copy_share = divmod(source.weight, 1)
-    extra_copy_draw = uniform(random_bits(pairs["key"], Draw.EXTRA_COPY))
+    extra_copy_draw = uniform(random_bits(pairs["image_set_key"], Draw.EXTRA_COPY))
     has_extra_copy = extra_copy_draw < extra_copy_share
     copies = pl.Series(np.where(is_left_out, 0, full_copies + has_extra_copy))
-    rank = random_bits(pairs["key"], Draw.MAX_PAIRS)
+    rank = random_bits(pairs["image_set_key"], Draw.MAX_PAIRS)
     training_pairs = pairs.with_columns(copies=copies, rank=rank).filter(pl.col("copies") > 0)
     if source.max_pairs is not None:
-        training_pairs = training_pairs.sort("rank", "id").head(source.max_pairs)
+        image_sets = training_pairs.select("rank", "image_set").unique().sort("rank", "image_set")
+        training_pairs = training_pairs.join(image_sets.head(source.max_pairs), on="image_set", how="semi")
     copy_numbers = pl.int_ranges(pl.col("copies").cast(pl.Int64))
     pair_copies = training_pairs.with_columns(copy=copy_numbers).explode("copy")
-    order = random_bits(random_bits(pair_copies["key"], Draw.ORDER), pair_copies["copy"])
+    order = random_bits(random_bits(pair_copies["image_set_key"], Draw.ORDER), pair_copies["copy"])
     return pair_copies.with_columns(order=order)
 
 
@@ -334,7 +344,7 @@ def _sample_references(references: pl.DataFrame, limit: int | None) -> pl.DataFr
     if limit is None:
         return references
     copy_and_number = references["number"] + 2**32 * references["copy"]
-    bits = random_bits(random_bits(references["key"], Draw.REFERENCE), copy_and_number)
+    bits = random_bits(random_bits(references["record_key"], Draw.REFERENCE), copy_and_number)
     rank = pl.col("bits").rank("ordinal").over("row", "copy")
     return references.with_columns(bits=bits).filter(rank <= limit).drop("bits")
 
@@ -350,6 +360,18 @@ def _to_samples(references: pl.DataFrame) -> pl.DataFrame:
         .with_columns(id=pl.format("{}#{}{}", "id", "number", copy_suffix), record="id")
         .select(COLUMNS)
     )
+
+
+def draw_keys(seed: int, records: pl.DataFrame) -> pl.DataFrame:
+    """Return the keys of the random draws for each record: `image_set_key` and `record_key`.
+
+    Whether, how often and where an image set is trained on is drawn for all of its records together, so they share a
+    key. References are drawn for each record. The two keys of a record without a question of its own are equal.
+    """
+    image_set_key = id_keys(seed, records["image_set"])
+    has_own_ids = not records["id"].equals(records["image_set"])
+    record_key = id_keys(seed, records["id"]) if has_own_ids else image_set_key
+    return pl.DataFrame({"image_set_key": image_set_key, "record_key": record_key})
 
 
 def id_keys(seed: int, ids: Iterable[str]) -> pl.Series:

@@ -14,7 +14,7 @@ from m3diff.records.errors import DataError, Fault
 from m3diff.records.files import open_atomically, write_atomic
 from m3diff.report.origin import Origin
 from m3diff.report.page import PageContent, write_report
-from m3diff.scoring.bootstrap import intervals
+from m3diff.scoring.bootstrap import intervals, intervals_by_kind
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
@@ -66,7 +66,9 @@ def evaluate(
     metrics = list_metrics_of_protocols(metrics, protocols)
     table = score_table(metrics, protocols, scores)
     bounds = {protocol.name: intervals(table, metrics, protocol.name) for protocol in protocols}
-    report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
+    kind_bounds = {protocol.name: intervals_by_kind(table, metrics, protocol.name) for protocol in protocols}
+    report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds, kind_bounds)
+    report.write(out / "metrics.json")
     write_atomic(out / "headline.json", json.dumps(headline_scores(report), indent=1) + "\n")
     with open_atomically(out / "scores.parquet") as file:
         pq.write_table(table, file, compression="zstd")

@@ -104,7 +104,8 @@ def _find_repeated_caption(rows: Sequence[Row]) -> OddCaptions | None:
 
     Captions that say that nothing changed are ignored, because they may repeat.
     """
-    changed_pairs = [row for row in rows if NO_CHANGE not in row.change_types]
+    # Answers to questions repeat: "yes", "2"
+    changed_pairs = [row for row in rows if NO_CHANGE not in row.change_types and row.question is None]
     if len(changed_pairs) < MIN_PAIRS:
         return None
     pairs_by_spelling = Counter[str]()

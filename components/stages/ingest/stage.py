@@ -1,6 +1,10 @@
 """Stage `ingest`: convert a dataset from its layout on disk to records.
 
-A record is a pair of images with reference captions and the SHA-256 of both image files.
+A record is a question about up to two images, with its answers and the SHA-256 of the image files. Most records are a
+pair of images with captions, and have no question of their own.
+
+A dialogue of several turns is one record if it is used for training. In the test split, each turn is a record, with the
+true turns before it. Every test record therefore has one question, and gets one prediction.
 
 No other stage reads a dataset's folder. Later stages depend only on the records, which identify each image by its
 content. In DVC, each dataset has a separate stage, so adding a dataset does not rerun the others.
@@ -8,16 +12,15 @@ content. In DVC, each dataset has a separate stage, so adding a dataset does not
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.doubts import as_yaml, find_doubts
@@ -27,9 +30,11 @@ from m3diff.datasets.spec import Row, read_with_notes, unexpected, unpack_images
 from m3diff.datasets.tables import SIDES
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
-from m3diff.records.errors import DataError, Fault, is_utf8
-from m3diff.records.files import StageReport, write_atomic
+from m3diff.records.errors import DataError, Fault, format_count, is_utf8
+from m3diff.records.files import StageReport, remove_folder, write_atomic
+from m3diff.records.sample import MOST_IMAGES
 from m3diff.records.schemas import RAW_SCHEMA
+from m3diff.records.tables import write_table
 from m3diff.stages.ingest.captions import find_odd_captions
 from m3diff.stages.ingest.params import DatasetEntry
 
@@ -38,7 +43,7 @@ MAX_DECODED_PIXELS = 100_000_000
 
 
 class IngestReport(StageReport):
-    """Counts of one dataset. `pairs` and `references` are counted per split.
+    """Counts of one dataset. `pairs` and `references` are counted per split. Each question counts as a pair.
 
     `rows_in` is the number of rows in the dataset's annotation files.
     """
@@ -49,12 +54,13 @@ class IngestReport(StageReport):
     references: dict[str, int]  # including empty references
     empty_references: int
     faults: int  # rows that could not be read; validate quarantines them
+    repeated_questions: int  # rows that ask a question again about the same images, and are answers of its record
     images: int  # number of distinct paths
     unread_images: int  # missing or unreadable; validate quarantines their pairs
 
 
 def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> IngestReport:
-    """Write the records of a dataset to `out/<name>/records.parquet` and its report to `out/<name>.json`.
+    """Write the records of a dataset to the table `out/<name>/records` and its report to `out/<name>.json`.
 
     The folder `out/<name>` is emptied first. The records (`RAW_SCHEMA`) include faulty annotation rows. If the dataset
     has a grammar, it is written to `out/<name>/grammar.json`. Images that are embedded in the dataset's table are
@@ -76,19 +82,18 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     _print_notes(name, rows, option_notes, odd_captions)
 
     folder = out / name
-    shutil.rmtree(folder, ignore_errors=True)
-    records, annotation_rows = to_records(name, entry, unpack_images(rows, folder / "images"))
+    remove_folder(folder)
+    records, _ = to_records(name, entry, unpack_images(rows, folder / "images"))
     if not records:
         code = "ingest.no_captioned_pair" if rows else "ingest.no_pair"
         raise DataError(code, dataset=name, path=entry.root)
     images = _add_digests(name, records, image_cache)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(records, RAW_SCHEMA), folder / "records.parquet", compression="zstd")
+    write_table(pa.Table.from_pylist(records, RAW_SCHEMA), folder / "records")
     grammar = DATASETS[entry.reader].grammar
     if grammar:
         write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
-    report = _make_report(name, entry.reader, records, annotation_rows, images)
+    report = _make_report(name, entry.reader, rows, records, images)
     return report.write(out / f"{name}.json")
 
 
@@ -122,10 +127,8 @@ def _print_notes(
     """Print the pairs without captions, the effects of the dataset's options, and the kinds of odd captions."""
     rows_without_caption = [row for row in rows if row.without_caption]
     if rows_without_caption:
-        print(
-            f"ingest {name}: {len(rows_without_caption):,} pairs have no caption and are left out; "
-            f"the first is {rows_without_caption[0].source}"
-        )
+        pairs = format_count(len(rows_without_caption), "pair without a caption is", "pairs without a caption are")
+        print(f"ingest {name}: {pairs} left out; the first is {rows_without_caption[0].source}")
     for note in option_notes:
         print(f"ingest {name}: {note}")
     for captions in odd_captions:
@@ -144,7 +147,7 @@ def _add_digests(name: str, records: list[dict[str, Any]], image_cache: Path) ->
 
 
 def _make_report(
-    name: str, reader: str, records: Sequence[dict[str, Any]], annotation_rows: int, images: pl.DataFrame
+    name: str, reader: str, rows: Sequence[Row], records: Sequence[dict[str, Any]], images: pl.DataFrame
 ) -> IngestReport:
     """Return the report of a dataset. Records without a split are counted under "?"."""
     pairs = Counter[str]()
@@ -155,7 +158,7 @@ def _make_report(
         references[split] += len(record["references"])
     return IngestReport(
         stage="ingest",
-        rows_in=annotation_rows,
+        rows_in=sum(row.raw_rows for row in rows),
         rows_out=len(records),
         dataset=name,
         reader=reader,
@@ -163,6 +166,7 @@ def _make_report(
         references=references,
         empty_references=sum(record["references"].count("") for record in records),
         faults=sum(record["fault"] is not None for record in records),
+        repeated_questions=sum(row.raw_rows - 1 for row in rows if row.question is not None),
         images=images.height,
         unread_images=images["digest"].null_count(),
     )
@@ -189,8 +193,31 @@ def to_records(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[lis
         roots = filter(None, [entry.root, entry.image_root])
         return entry.follow_links or is_inside(path, *roots) or is_cached_object(path)
 
-    records = [_to_record(name, entry, row, is_in_roots) for row in rows if not row.without_caption]
+    records = []
+    for row in rows:
+        if not row.without_caption:
+            # each turn of a dialogue is tested, and has a prediction of its own
+            is_tested = row.split == "test" and row.fault is None
+            turns = rows_of_turns(row) if row.history and is_tested else [row]
+            records += [_to_record(name, entry, turn, is_in_roots) for turn in turns]
     return records, sum(row.raw_rows for row in rows)
+
+
+def rows_of_turns(row: Row) -> list[Row]:
+    """Return one row per turn of a dialogue, with the true turns before it."""
+    turns = [*row.history, (row.question, row.references)]
+    rows = []
+    for number, (question, answers) in enumerate(turns):
+        turn = replace(
+            row,
+            name=f"{row.name}@{number}" if isinstance(row.name, str) else row.name,
+            image_set=row.name if row.image_set is None else row.image_set,
+            history=row.history[:number],
+            question=question,
+            references=answers if isinstance(answers, list) else [answers],
+        )
+        rows.append(turn)
+    return rows
 
 
 def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callable[[str], bool]) -> dict[str, Any]:
@@ -201,34 +228,52 @@ def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callabl
     """
     faults = [row.fault] if row.fault else []
     name = _usable_text("id", row.name, faults)
-    scene = _usable_text("scene", row.scene, faults)
+    image_set = name if row.image_set is None else _usable_text("image_set", row.image_set, faults)
+    scene = image_set if row.scene is None and not faults else _usable_text("scene", row.scene, faults)
     split = _usable_text("split", row.split, faults)
     images = []
-    if len(row.images) not in (0, len(SIDES)):
+    # The number of images in a row with a fault may be a consequence of that fault
+    if not row.fault and row.question is None and len(row.images) != len(SIDES):
         faults.append(unexpected("images", "two images", list(row.images)))
-    for side, image in zip(SIDES, row.images, strict=False):
-        images.append({"uri": _image_path(side, entry, image, faults, is_in_roots), "sha256": None})
+    elif not row.fault and len(row.images) > MOST_IMAGES:
+        faults.append(Fault("datasets.too_many_images", key="images", limit=MOST_IMAGES, count=len(row.images)))
+    names = SIDES if len(row.images) == len(SIDES) else ("image",)
+    for name_of_image, image in zip(names, row.images, strict=False):
+        images.append({"uri": _image_path(name_of_image, entry, image, faults, is_in_roots), "sha256": None})
     return {
         "id": name and f"{dataset}/{name}",
+        "image_set": image_set and f"{dataset}/{image_set}",
         "dataset": dataset,
         "split": "train" if split in entry.train_on else split,
         "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
         "images": images,
+        "history": [_to_turn(number, turn, faults) for number, turn in enumerate(row.history)],
+        "question": None if row.question is None else _usable_text("question", row.question, faults, may_be_empty=True),
         "references": _usable_references(row.references, faults),
         "change_types": row.change_types,
+        "kind": None if row.kind is None else _usable_text("kind", row.kind, faults),
         "source": _escape_surrogates(row.source),
         "fault": "; ".join(_escape_surrogates(str(fault)) for fault in faults) or None,
     }
 
 
-def _usable_text(field: str, value: Any, faults: list[Fault]) -> str | None:
+def _to_turn(number: int, turn: tuple[Any, Any], faults: list[Fault]) -> dict[str, str | None]:
+    """Return an earlier turn of a dialogue. Its texts may be empty, because validate has rules for them."""
+    question, answer = turn
+    return {
+        "question": _usable_text(f"turn {number}: question", question, faults, may_be_empty=True),
+        "answer": _usable_text(f"turn {number}: answer", answer, faults, may_be_empty=True),
+    }
+
+
+def _usable_text(field: str, value: Any, faults: list[Fault], may_be_empty: bool = False) -> str | None:
     """Return the value if it is usable text. Otherwise, add a fault to `faults` and return None."""
     if not isinstance(value, str):
         # A null in a row that already has a fault is a consequence of that fault, so it is not reported again
         if value is not None or not faults:
             faults.append(unexpected(field, "text", value))
-    elif not value:
+    elif not value and not may_be_empty:
         faults.append(Fault("datasets.empty_value", key=field))
     elif not is_utf8(value):
         faults.append(Fault("ingest.half_surrogate_pair", key=field, value=describe(value)))

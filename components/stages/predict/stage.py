@@ -33,19 +33,29 @@ from m3diff.cluster import NoRoomError, start_ray, wait_for_room, worker_resourc
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
+from m3diff.models.contract import Takes
 from m3diff.models.device import Device, process_environment
 from m3diff.provenance.code import compute_key
-from m3diff.records.errors import CodedError, DataError, ParamsError, cause_of, data_error_if_unreadable
+from m3diff.records.errors import (
+    CodedError,
+    DataError,
+    ParamsError,
+    ValueFault,
+    cause_of,
+    data_error_if_unreadable,
+    format_count,
+)
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
-from m3diff.records.sample import ImageRef
+from m3diff.records.sample import ImageRef, Turn
+from m3diff.records.tables import part_paths
 from m3diff.runtime import prepare
 from m3diff.settings.compute import Compute
 from m3diff.stages.predict.params import Predict
 
 if TYPE_CHECKING:
+    from m3diff.models.contract import Prepared, Processor
     from m3diff.models.generation import Captioner
-    from m3diff.models.processing import PairProcessor
 
 PREDICTIONS = "predictions"
 SHUFFLED = "predictions_shuffled"
@@ -53,25 +63,31 @@ REVERSED = "predictions_reversed"
 CONTROL_SEED = 0
 CONTROL_PAIRS = 600  # maximum number of pairs per control, sampled from all pairs
 
-PREPARED_BATCHES = 2  # number of batches whose images are prepared while the model computes
+PREPARED_BATCHES = 2  # maximum number of batches whose images are prepared while the model computes
+PREPARED_BYTES = 1 << 30  # maximum size of these images
 NODES_TIMEOUT_S = 60  # seconds to wait until Ray has enough nodes for all workers
 
 PredictionKey = tuple[str, str]  # name of the set (predictions or a control) and id of the pair
 
 
 class PredictionItem(NamedTuple):
-    """A record of the test split: the image before, the image after, and the question about them."""
+    """A record of the test split: its images, and a dialogue whose last question is to be answered.
+
+    Of two images, the first is the image before.
+    """
 
     id: str
-    images: tuple[ImageRef, ImageRef]
-    question: str
+    images: tuple[ImageRef, ...]
+    turns: tuple[Turn, ...]
 
 
-COLUMNS = ["record", "images", "question"]
+COLUMNS = ["record", "images", "history", "question"]
+
+PAIR = 2  # images of a pair
 
 
 class Batch(NamedTuple):
-    """Pairs with the same question.
+    """Items with the same number of images whose prompts have the same length.
 
     Attributes:
         number: index among all batches of the run.
@@ -79,18 +95,18 @@ class Batch(NamedTuple):
     """
 
     number: int
-    pairs: list[PredictionItem]
+    items: list[PredictionItem]
     saliency: bool
 
 
 class Prediction(NamedTuple):
-    """The model's caption of a pair, and its saliency map ([rows, columns] float16) if one was requested."""
+    """The model's answer to an item, and its saliency map ([rows, columns] float16) if one was requested."""
 
     caption: str
     saliency: np.ndarray | None
 
 
-BatchPredictions = tuple[int, list[Prediction]]  # number of the batch, and predictions in the order of its pairs
+BatchPredictions = tuple[int, list[Prediction]]  # number of the batch, and predictions in the order of its items
 
 
 @dataclass(frozen=True)
@@ -103,10 +119,10 @@ class CaptionJob:
 
 
 class PredictReport(StageReport):
-    """Report of the stage. `rows_in` counts test pairs, and `rows_out` counts their captions.
+    """Report of the stage. `rows_in` counts the records of the test split, and `rows_out` counts their answers.
 
     Attributes:
-        words: mean number of words per caption.
+        words: mean number of words per answer.
         control: number of captions of the control with shuffled images.
         reversed: number of captions of the control with reversed images.
     """
@@ -202,25 +218,27 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     model = model.resolve()
     out = out.resolve()
     scratch = compute.scratch.resolve()
-    pairs = read_test_pairs(mixture)[: cfg.limit or None]
+    items = read_test_items(mixture)[: cfg.limit or None]
+    pairs = [item for item in items if len(item.images) == PAIR]
     shuffled_pairs, reversed_pairs = sample_control_pairs(pairs)
-    pairs_by_set = {PREDICTIONS: pairs, SHUFFLED: shuffled_pairs, REVERSED: reversed_pairs}
+    items_by_set = {PREDICTIONS: items, SHUFFLED: shuffled_pairs, REVERSED: reversed_pairs}
     job = CaptionJob(checkpoint=model / "checkpoint", max_new_tokens=cfg.max_new_tokens, compute=compute)
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, job.checkpoint)}.jsonl")
     with journal:
-        caption_missing_pairs(job, pairs_by_set, cfg.batch_pairs, journal)
-        for set_name, set_pairs in pairs_by_set.items():
+        answer_missing_items(job, items_by_set, cfg.batch_pairs, journal)
+        for set_name, set_items in items_by_set.items():
             rows = []
-            for pair in set_pairs:
-                rows.append({"image_id": pair.id, "caption": journal.predictions[set_name, pair.id].caption})
+            for item in set_items:
+                rows.append({"image_id": item.id, "caption": journal.predictions[set_name, item.id].caption})
             write_atomic(out / f"{set_name}.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-        predictions = [journal.predictions[PREDICTIONS, pair.id] for pair in pairs]
-        _write_saliency(out / "saliency.npz", pairs, predictions)
+        predictions = [journal.predictions[PREDICTIONS, item.id] for item in items]
+        pair_predictions = [journal.predictions[PREDICTIONS, pair.id] for pair in pairs]
+        _write_saliency(out / "saliency.npz", pairs, pair_predictions)
         mean_words = np.mean([len(prediction.caption.split()) for prediction in predictions])
         report = PredictReport(
             stage="predict",
-            rows_in=len(pairs),
-            rows_out=len(pairs),
+            rows_in=len(items),
+            rows_out=len(items),
             words=round(float(mean_words), 2),
             control=len(shuffled_pairs),
             reversed=len(reversed_pairs),
@@ -241,32 +259,37 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
     inputs = {
         "predict": cfg.model_dump(mode="json"),
         "checkpoint": manifest["files"],
-        "samples": [f"{file.name} {sha256(file)}" for file in sorted((mixture / "test").glob("*.parquet"))],
+        "samples": [f"{file.name} {sha256(file)}" for file in part_paths(mixture / "test")],
     }
     family_modules = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
     return compute_key(inputs, Path(__file__), family_modules)
 
 
-def caption_missing_pairs(
-    job: CaptionJob, pairs_by_set: dict[str, list[PredictionItem]], batch_pairs: int, journal: Journal
+def answer_missing_items(
+    job: CaptionJob, items_by_set: dict[str, list[PredictionItem]], batch_size: int, journal: Journal
 ) -> None:
-    """Caption the pairs that are not yet in the journal.
+    """Answer the items that are not yet in the journal.
 
-    A resumed run uses the same batches as an uninterrupted one, so that it computes the same captions.
+    A resumed run uses the same batches as an uninterrupted one, so that it computes the same answers.
 
     Args:
         job: the checkpoint and the hardware settings.
-        pairs_by_set: the pairs of the predictions and of each control, by the name of the set.
-        batch_pairs: maximum number of pairs per batch.
-        journal: the journal, to which the new captions are added.
+        items_by_set: the items of the predictions and of each control, by the name of the set.
+        batch_size: maximum number of items per batch.
+        journal: the journal, to which the new answers are added.
     """
+    from m3diff.models.checkpoint import load_processor
+
+    check_items(items_by_set[PREDICTIONS], FAMILIES[read_manifest(job.checkpoint)["family"]].takes)
+    processor = load_processor(job.checkpoint)
     all_batches: list[tuple[str, list[PredictionItem]]] = []  # each with the name of its set
-    for set_name, pairs in pairs_by_set.items():
-        all_batches += [(set_name, batch) for batch in split_into_batches(pairs, batch_pairs)]
+    for set_name, items in items_by_set.items():
+        all_batches += [(set_name, batch) for batch in split_into_batches(items, batch_size, processor)]
     missing_batches = []
     for number, (set_name, batch) in enumerate(all_batches):
-        if any((set_name, pair.id) not in journal.predictions for pair in batch):
-            missing_batches.append(Batch(number, batch, saliency=set_name == PREDICTIONS))
+        if any((set_name, item.id) not in journal.predictions for item in batch):
+            shows_pairs = len(batch[0].images) == PAIR
+            missing_batches.append(Batch(number, batch, saliency=set_name == PREDICTIONS and shows_pairs))
     earlier_captions = len(journal.predictions)
     if earlier_captions:
         print(f"predict: resumed; {earlier_captions} captions of an earlier run are kept", flush=True)
@@ -276,35 +299,54 @@ def caption_missing_pairs(
     stream = caption_batches(job, missing_batches)
     for number, predictions in progress(stream, "predict", total=len(missing_batches), unit="batch"):
         set_name, batch = all_batches[number]
-        keys = [(set_name, pair.id) for pair in batch]
+        keys = [(set_name, item.id) for item in batch]
         journal.add(zip(keys, predictions, strict=True))
     seconds = time.monotonic() - start
     captions = len(journal.predictions) - earlier_captions
     print(f"predict: {captions} captions in {seconds:.0f} s, {captions / seconds:.1f} captions/s", flush=True)
 
 
-def read_test_pairs(mixture: Path) -> list[PredictionItem]:
-    """Return the distinct pairs of the test split, in the order of the mixture.
+def read_test_items(mixture: Path) -> list[PredictionItem]:
+    """Return the records of the test split, in the order of the mixture.
 
     Raises:
         DataError: the test split is empty, or a file cannot be read.
     """
-    pairs: dict[str, PredictionItem] = {}
-    for file in sorted((mixture / "test").glob("*.parquet")):
+    items: dict[str, PredictionItem] = {}
+    for file in part_paths(mixture / "test"):
         with data_error_if_unreadable(file):
             table = pq.read_table(file, columns=COLUMNS).to_pydict()
-        for record, images, question in zip(*(table[column] for column in COLUMNS), strict=True):
-            before, after = (ImageRef(**image) for image in images)
-            pairs.setdefault(record, PredictionItem(record, (before, after), question))
-    if not pairs:
+        for record, images, history, question in zip(*(table[column] for column in COLUMNS), strict=True):
+            image_references = tuple(ImageRef(**image) for image in images)
+            turns = [Turn(**turn) for turn in history]
+            items.setdefault(record, PredictionItem(record, image_references, (*turns, Turn(question))))
+    if not items:
         raise DataError("predict.no_test_sample", path=mixture / "test")
-    return list(pairs.values())
+    return list(items.values())
+
+
+def check_items(items: Sequence[PredictionItem], takes: Takes) -> None:
+    """Check that a family can answer every item.
+
+    Args:
+        items: records of the test split.
+        takes: the samples that the family can process.
+
+    Raises:
+        DataError: an item has a number of images or earlier turns that the family cannot process.
+    """
+    for item in items:
+        if len(item.images) not in takes.images:
+            number = len(item.images)
+            raise DataError("predict.images_not_taken", name=item.id, images=number, expected=list(takes.images))
+        if len(item.turns) > 1 and not takes.turns:
+            raise DataError("predict.turns_not_taken", name=item.id)
 
 
 def sample_control_pairs(
     pairs: list[PredictionItem], count: int = CONTROL_PAIRS
 ) -> tuple[list[PredictionItem], list[PredictionItem]]:
-    """Return the pairs of the shuffled control and of the reversed control.
+    """Return the pairs of the shuffled control and of the reversed control. Both are empty if there are no pairs.
 
     Both controls use the same random sample of `pairs`, in their original order. A smaller sample is a subset of a
     larger sample.
@@ -327,17 +369,30 @@ def sample_control_pairs(
     return shuffled_pairs, reversed_pairs
 
 
-def split_into_batches(pairs: Sequence[PredictionItem], size: int) -> list[list[PredictionItem]]:
-    """Split the pairs into batches of at most `size` pairs with the same question.
+def split_into_batches(
+    items: Sequence[PredictionItem], size: int, processor: "Processor"
+) -> list[list[PredictionItem]]:
+    """Split the items into batches of at most `size` items with prompts of the same length.
 
-    Prompts of equal length need no padding, so the pairs do not affect each other's captions.
+    Prompts of equal length need no padding, so the items do not affect each other's answers.
+
+    Raises:
+        DataError: a question cannot be encoded.
     """
-    pairs_by_question: dict[str, list[PredictionItem]] = {}
-    for pair in pairs:
-        pairs_by_question.setdefault(pair.question, []).append(pair)
+    items_by_shape: dict[tuple[int, int], list[PredictionItem]] = {}  # by number of images and length of the prompt
+    length_of_prompt: dict[tuple[int, tuple[Turn, ...]], int] = {}
+    for item in items:
+        images = len(item.images)
+        if (images, item.turns) not in length_of_prompt:
+            try:
+                prompt = processor.encode_prompt(item.turns, processor.marks(images))
+            except ValueFault as error:
+                raise DataError("predict.unusable_question", name=item.id, cause=error.fault) from error
+            length_of_prompt[images, item.turns] = len(prompt)
+        items_by_shape.setdefault((images, length_of_prompt[images, item.turns]), []).append(item)
     batches = []
-    for question_pairs in pairs_by_question.values():
-        batches += [question_pairs[start : start + size] for start in range(0, len(question_pairs), size)]
+    for similar_items in items_by_shape.values():
+        batches += [similar_items[start : start + size] for start in range(0, len(similar_items), size)]
     return batches
 
 
@@ -361,9 +416,9 @@ def caption_in_order(captioner: "Captioner", batches: Sequence[Batch], threads: 
     Args:
         threads: number of threads that prepare images.
     """
-    images_by_batch = prepare_images(batches, captioner.processor, threads)
-    for batch, images in zip(batches, images_by_batch, strict=True):
-        captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
+    prepared_by_batch = prepare_images(batches, captioner.processor, threads)
+    for batch, prepared in zip(batches, prepared_by_batch, strict=True):
+        captions, maps = captioner.answer(prepared, [item.turns for item in batch.items], batch.saliency)
         saliency_maps = [None] * len(captions) if maps is None else maps
         predictions = []
         for caption, saliency_map in zip(captions, saliency_maps, strict=True):
@@ -383,20 +438,24 @@ def load_model(job: CaptionJob) -> "Captioner":
     return captioner
 
 
-def prepare_images(batches: Sequence[Batch], processor: "PairProcessor", threads: int) -> Iterator[list[np.ndarray]]:
-    """Yield the prepared images of each batch: before, after, before, after, ...
+def prepare_images(batches: Sequence[Batch], processor: "Processor", threads: int) -> Iterator[list["Prepared"]]:
+    """Yield the prepared image sets of each batch.
 
-    Meanwhile, threads prepare the images of the next PREPARED_BATCHES batches.
+    Meanwhile, threads prepare the image sets of the next PREPARED_BATCHES batches, or of fewer batches if these would
+    take more than PREPARED_BYTES of memory.
     """
 
-    def load_and_prepare(image: ImageRef) -> np.ndarray:
-        return processor.prepare_image(load_image(*image))
+    def load_and_prepare(item: PredictionItem) -> "Prepared":
+        return processor.prepare(load_image(*image) for image in item.images)
 
-    def submit_images(batch: Batch) -> list[Future[np.ndarray]]:
-        return [pool.submit(load_and_prepare, image) for pair in batch.pairs for image in pair.images]
+    def submit_batch(batch: Batch) -> list[Future["Prepared"]]:
+        return [pool.submit(load_and_prepare, item) for item in batch.items]
 
+    largest_batch = max(batches, key=lambda batch: len(batch.items) * len(batch.items[0].images))
+    bytes_per_batch = len(largest_batch.items) * load_and_prepare(largest_batch.items[0]).nbytes
+    batches_ahead = min(PREPARED_BATCHES, PREPARED_BYTES // max(1, bytes_per_batch))
     with ThreadPoolExecutor(max_workers=threads) as pool:
-        yield from prefetch(submit_images, batches, PREPARED_BATCHES)
+        yield from prefetch(submit_batch, batches, batches_ahead)
 
 
 class CaptionWorker:
@@ -435,10 +494,10 @@ def caption_on_ray(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchP
                 if failures == max_failures:
                     raise WorkersDiedError("predict.workers_died", cause=cause_of(error), limit=max_failures) from error
                 failures += 1
+                batches_left = format_count(len(missing_batches), "batch", "batches")
                 print(
                     f"predict: a worker died ({textwrap.shorten(str(error), 160)}); new workers caption the remaining "
-                    f"{len(missing_batches)} batches (failure {failures} of {max_failures} that compute.max_failures "
-                    "allows)",
+                    f"{batches_left} (failure {failures} of {max_failures} that compute.max_failures allows)",
                     flush=True,
                 )
     finally:
@@ -489,7 +548,7 @@ def _write_saliency(path: Path, pairs: Sequence[PredictionItem], predictions: Se
     Both are empty if the model's family does not compute saliency maps.
     """
     maps = [prediction.saliency for prediction in predictions if prediction.saliency is not None]
-    assert len(maps) in (0, len(pairs)), f"{len(maps)} saliency maps of {len(pairs)} pairs"
+    assert len(maps) in (0, len(pairs)), f"saliency maps: {len(maps)}, pairs: {len(pairs)}"
     arrays = {
         "ids": np.array([pair.id for pair in pairs[: len(maps)]], dtype=str),
         "maps": np.stack(maps) if maps else np.empty((0, 0, 0), np.float16),

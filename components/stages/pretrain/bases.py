@@ -29,6 +29,7 @@ from transformers import (
 from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
+from m3diff.records.sample import Turn
 from m3diff.stages.pretrain.params import Blip2, Pretrain
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
@@ -76,7 +77,7 @@ class LlavaOneVision:
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
         """Resize an image to the encoder's input size and return it as uint8 [side, side, 3]."""
-        return self.processor.prepare_image(image)
+        return self.processor.image_processor.prepare_image(image)
 
     def encode_patches(self, encoder: nn.Module, images: np.ndarray, images_per_picture: int) -> Tensor:
         """Return the patch features that the LLM reads, [pictures, patches, width].
@@ -87,7 +88,7 @@ class LlavaOneVision:
 
     def encode_prompt(self, question: str, image_count: int) -> tuple[int, ...]:
         """Return the token ids of a prompt with this number of images and a question."""
-        return self.processor.encode_prompt(question, image_count)
+        return self.processor.encode_prompt((Turn(question),), self.processor.marks(image_count))
 
     def compute_logits(
         self, model: Any, images: np.ndarray | None, images_per_sample: int, ids: Tensor, is_supervised: Tensor

@@ -55,6 +55,7 @@ from m3diff.datasets.minichange.scene import (
     pick,
     sample_types,
 )
+from m3diff.records.errors import format_count
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import CHANGE_TYPES
@@ -328,7 +329,7 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
     bank = render_bank(cfg, architecture)
     model = architecture.make_model()
     parameter_count = sum(parameter.numel() for parameter in model.parameters())
-    print(f"base: {parameter_count:,} parameters, {len(bank.scenes):,} scenes")
+    print(f"base: {format_count(parameter_count, 'parameter')}, {format_count(len(bank.scenes), 'scene')}")
     segmentation_log = ""
     if cfg.segmentation_steps:
         segmentation_log = _train_encoder_to_segment(architecture, model, bank, cfg)
@@ -623,7 +624,7 @@ def _encode_samples(
     The mask selects the positions whose next token belongs to the answer.
     """
     prompts = [architecture.encode_prompt(question, image_count) for question, _ in samples]
-    answers = [architecture.processor.encode_reference(answer) for _, answer in samples]
+    answers = [architecture.processor.encode_answer(answer) for _, answer in samples]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     ids = torch.full((len(samples), length), architecture.processor.pad_id)
     is_supervised = torch.zeros((len(samples), length), dtype=torch.bool)

@@ -13,7 +13,7 @@ from typing import Any
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.errors import data_error_if_unreadable
+from m3diff.records.errors import data_error_if_unreadable, format_count
 from m3diff.scoring.metrics import headline_scores_by_metric
 
 DIGEST_LINE = "Written by m3diff register, "  # start of the last line, followed by a digest of the text above it
@@ -109,7 +109,9 @@ def format_training(training: Mapping[str, Any]) -> list[str]:
     if not settings:
         return []
     model = f"Model {settings['model']} (family {settings['family']}) on `{settings['base']}`"
-    return [f"{model}: {training['steps']:,} steps, {settings['epochs']:g} epochs, seed {settings['seed']}."]
+    steps = format_count(training["steps"], "step")
+    epochs = format_count(settings["epochs"], "epoch")
+    return [f"{model}: {steps}, {epochs}, seed {settings['seed']}."]
 
 
 def hash_text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Caption images with a registered model that MLflow loads.
+"""Caption images, or answer questions about them, with a registered model that MLflow loads.
 
 Use it as `mlflow.pyfunc.load_model("models:/m3diff@champion").predict([{"before": ..., "after": ...}])`.
 
@@ -10,6 +10,7 @@ can be set with `load_model(..., model_config={"base": FOLDER})`. The sha256 of 
 
 import base64
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from PIL import Image
 
 LONGEST_PATH = 4096
-BATCH_PAIRS = 16
+BATCH_ROWS = 16
+COLUMNS = ("before", "after", "images", "question", "history")
 
 
 class PyfuncCaptioner(PythonModel):
-    """Captions pairs of images with a sentence that describes what changed."""
+    """Captions pairs of images with a sentence that describes what changed, or answers questions about images."""
 
     def load_context(self, context: PythonModelContext) -> None:
         """Load the checkpoint. Adapters are loaded on top of their base model."""
@@ -38,25 +40,76 @@ class PyfuncCaptioner(PythonModel):
         self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], **base_options)
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
-        """Return a caption for each row.
+        """Return an answer for each row.
 
         Args:
-            model_input: a table with one pair of images per row. The columns `before` and `after` contain the path of
-                each image or its bytes in base64. The optional column `question` replaces the model's default question.
-                Rows with the same question are batched together.
+            model_input: a table with one question per row. The columns `before` and `after`, or a list in the column
+                `images`, contain the path of each image or its bytes in base64. The optional column `question` replaces
+                the model's default question. The optional column `history` contains the turns before the question, as
+                objects with `question` and `answer`. Rows with the same number of images and prompts of the same length
+                are batched together.
+
+        Raises:
+            ValueFault: an image cannot be opened, a row has only one side of a pair, or the model was not made for or
+                trained on such a row.
         """
-        rows = model_input.reset_index(drop=True).reindex(columns=["before", "after", "question"]).fillna("")
-        captions: dict[int, str] = {}
-        for question, question_rows in rows.groupby("question", sort=False):
-            question_options = {"question": str(question)} if question else {}
-            for start in range(0, len(question_rows), BATCH_PAIRS):
-                batch = question_rows.iloc[start : start + BATCH_PAIRS]
-                pairs = []
-                for before, after in zip(batch["before"], batch["after"], strict=True):
-                    pairs.append((open_image(before), open_image(after)))
-                batch_captions = self.captioner.caption(pairs, **question_options)
-                captions |= dict(zip(batch.index, batch_captions, strict=True))
-        return [captions[row] for row in range(len(rows))]
+        rows = model_input.reset_index(drop=True).reindex(columns=list(COLUMNS)).to_dict("records")
+        samples = [self.read_row(row) for row in rows]
+        numbers_by_group: dict[tuple[int, int], list[int]] = {}
+        for number, (images, turns) in enumerate(samples):
+            prompt = self.captioner.encode_prompt(turns, len(images))
+            numbers_by_group.setdefault((len(images), len(prompt)), []).append(number)
+        answers: dict[int, str] = {}
+        for numbers in numbers_by_group.values():
+            for start in range(0, len(numbers), BATCH_ROWS):
+                batch = numbers[start : start + BATCH_ROWS]
+                prepared = []
+                for number in batch:
+                    images, _ = samples[number]
+                    prepared.append(self.captioner.processor.prepare(open_image(image) for image in images))
+                texts, _ = self.captioner.answer(prepared, [samples[number][1] for number in batch])
+                answers |= dict(zip(batch, texts, strict=True))
+        return [answers[number] for number in range(len(samples))]
+
+    def read_row(self, row: Mapping[Any, Any]) -> tuple[list[str], tuple[Any, ...]]:
+        """Return the images of a row, each as a path or in base64, and the turns of its dialogue.
+
+        Raises:
+            ValueFault: the row has only one side of a pair, or the model was not made for or trained on such a row.
+        """
+        from m3diff.records.errors import ValueFault
+        from m3diff.records.sample import Turn
+
+        images = images_of_row(row)
+        question = None if is_missing(row["question"]) else row["question"]
+        history = [] if is_missing(row["history"]) else list(row["history"])
+        fault = self.captioner.fault_of_sample(len(images), question, len(history))
+        if fault is not None:
+            raise ValueFault(fault)
+        turns = [Turn(turn["question"], turn["answer"]) for turn in history]
+        return images, (*turns, self.captioner.ask(question))
+
+
+def images_of_row(row: Mapping[Any, Any]) -> list[str]:
+    """Return the paths or base64 texts of a row's images: of `images`, or else of `before` and `after`.
+
+    Raises:
+        ValueFault: only one side of a pair is present.
+    """
+    from m3diff.records.errors import ValueFault
+
+    if not is_missing(row["images"]):
+        return list(row["images"])
+    sides = [row[side] for side in ("before", "after") if not is_missing(row[side])]
+    if len(sides) == 1:
+        side = "after" if is_missing(row["after"]) else "before"
+        raise ValueFault("registry.one_side_of_a_pair", key=side)
+    return sides
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell of a table is empty: null, NaN or an empty text."""
+    return value is None or value is pd.NA or isinstance(value, float) or (isinstance(value, str) and not value)
 
 
 def open_image(value: str) -> Image.Image:

@@ -23,8 +23,9 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.tracking import MlflowClient
-from mlflow.types.schema import ColSpec, Schema
+from mlflow.types.schema import Array, ColSpec, DataType, Object, Property, Schema
 
+from m3diff.datasets.tables import SIDES
 from m3diff.provenance.dvc import Lock
 from m3diff.provenance.git import process_lock
 from m3diff.records.copies import copy_folder
@@ -56,14 +57,22 @@ SHARED_CODE = (
     "records/copies.py",
     "records/errors.py",
     "records/messages.toml",
+    "records/sample.py",
 )
 
 MAX_TRIES = 3  # MLflow may fail if two machines create the same entry, such as an experiment or alias, at the same time
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
+TURN = Object([Property("question", DataType.string), Property("answer", DataType.string)])
 MODEL_SIGNATURE = ModelSignature(
     inputs=Schema(
-        [ColSpec("string", "before"), ColSpec("string", "after"), ColSpec("string", "question", required=False)]
+        [
+            ColSpec(DataType.string, "before", required=False),
+            ColSpec(DataType.string, "after", required=False),
+            ColSpec(Array(DataType.string), "images", required=False),
+            ColSpec(DataType.string, "question", required=False),
+            ColSpec(Array(TURN), "history", required=False),
+        ]
     ),
     outputs=Schema([ColSpec("string")]),
 )
@@ -314,7 +323,14 @@ def copy_code(scratch: Path) -> Path:
 
 
 def build_example(paths: Paths) -> pd.DataFrame:
-    """Return an example input of the model: a test pair with its images in base64."""
+    """Return an example input of the model: a record of the test split with its images in base64."""
     record = next(lineage.captioned_records(paths))
-    before, after = (base64.b64encode(Path(image["uri"]).read_bytes()).decode() for image in record["images"])
-    return pd.DataFrame([{"before": before, "after": after}])
+    images = [base64.b64encode(Path(image["uri"]).read_bytes()).decode() for image in record["images"]]
+    example: dict[str, Any] = {"images": images}
+    if len(images) == len(SIDES):
+        example = dict(zip(SIDES, images, strict=True))
+    if record["question"] is not None:
+        example["question"] = record["question"]
+    if record["history"]:
+        example["history"] = record["history"]
+    return pd.DataFrame([example])

@@ -1,7 +1,7 @@
 """Read training samples, arrange them into optimizer steps, and prepare micro-batches ahead of the training loop.
 
-A sample is one reference caption of an image pair. A sequence packs one or more references of the same pair behind its
-images and question (see `packing.py`). Each worker keeps the columns of its split in memory.
+A sample is a question about an image set with one answer, and a sequence has one or more samples of the same image set
+(see `m3diff.models.contract`). Each worker keeps the columns of its split in memory.
 
 The order of the sequences depends only on the seed. A resumed run therefore sees the same batches as an uninterrupted
 run, and neither the number of workers nor the micro-batch size changes a global batch. Image augmentation depends only
@@ -10,38 +10,44 @@ that a training step only has to copy them to its device.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import polars as pl
-import torch
-from torch import Tensor
+from cachetools import LRUCache, cached
 
 from m3diff.images.open import load_image
+from m3diff.models.contract import Branch, PackedBatch, Packing, Prepared, Processor, TrainingSequence
 from m3diff.models.device import Device
-from m3diff.models.fused import FLEX_BLOCK, Layout
-from m3diff.models.processing import PairProcessor
+from m3diff.models.dialogue import encode_dialogue
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.progress import prefetch
-from m3diff.records.sample import ImageRef
+from m3diff.records.sample import ImageRef, Turn
+from m3diff.records.tables import part_paths
 from m3diff.stages.train.job import DatasetFilter
-from m3diff.stages.train.packing import Packed, pack
 
 SCHEMA = pl.Schema(  # columns of a split that training reads (components/records/schemas.py)
-    dict.fromkeys(("record", "dataset", "question", "answer"), pl.String)
-    | {"images": pl.List(pl.Struct({"uri": pl.String, "sha256": pl.Binary}))}
+    dict.fromkeys(("record", "image_set", "dataset", "question", "answer"), pl.String)
+    | {
+        "images": pl.List(pl.Struct({"uri": pl.String, "sha256": pl.Binary})),
+        "history": pl.List(pl.Struct({"question": pl.String, "answer": pl.String})),
+    }
 )
 
-ALL = DatasetFilter()
+ALL_DATASETS = DatasetFilter()
 
-CACHED_BYTES = 1 << 30
-PREFETCHED = 4  # micro-batches prepared ahead of the current step
+CACHED_BYTES = 1 << 30  # size of the prepared images that a worker keeps in memory
+CACHED_PROMPTS = 4096
+CACHED_ANSWERS = 100_000
+PREFETCHED = 4  # maximum number of micro-batches prepared ahead of the current step
+PREFETCHED_BYTES = 1 << 30  # maximum size of the images of these micro-batches, except that one step is always prepared
 
 Weighted = tuple[np.ndarray, int]  # row numbers of a sequence, and its weight: 1, or 0 if it only pads a batch
 
@@ -51,19 +57,19 @@ AUGMENTATION_SEED = 1  # extra seed, so that the augmentation does not reuse the
 
 
 class Samples:
-    """The samples of a split as columns. Samples of the same pair are adjacent.
+    """The samples of a split as columns. Samples of the same image set are adjacent.
 
     Args:
         table: table with the columns of SCHEMA.
 
     Attributes:
-        starts: first row of each pair.
+        starts: first row of each image set.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
         self.table = table
-        record = table["record"]
-        self.starts = (record != record.shift()).fill_null(True).arg_true().to_numpy()
+        image_set = table["image_set"]
+        self.starts = (image_set != image_set.shift()).fill_null(True).arg_true().to_numpy()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -72,17 +78,31 @@ class Samples:
         """Return the value of a column of SCHEMA in one row."""
         return self.table[column][int(row)]
 
-    def pairs(self) -> list[np.ndarray]:
-        """Return the row numbers of each pair, in order of appearance."""
+    def image_sets(self) -> list[np.ndarray]:
+        """Return the row numbers of each image set, in order of appearance."""
         rows = np.arange(len(self), dtype=np.int32)
         return [rows[start:end] for start, end in pairwise([*self.starts, len(self)])]
 
+    def records(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Split the rows of an image set by record."""
+        names = self.table["record"].gather(rows).to_numpy()
+        return np.split(rows, np.flatnonzero(names[1:] != names[:-1]) + 1)
+
+    def has_own_question(self, row: int) -> bool:
+        """Return whether the question of a sample is from the dataset, and not from the dataset's task."""
+        return self.value("record", row) != self.value("image_set", row)
+
     def images(self, row: int) -> tuple[ImageRef, ...]:
-        """Return the images of a sample: the image before, then the image after."""
+        """Return the images of a sample. Of two images, the first is the image before."""
         return tuple(ImageRef(**image) for image in self.value("images", row))
 
+    def turns(self, row: int) -> tuple[Turn, ...]:
+        """Return the turns of a sample. The last one is its question and answer."""
+        history = [Turn(**turn) for turn in self.value("history", row)]
+        return (*history, Turn(self.value("question", row), self.value("answer", row)))
 
-def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
+
+def read_samples(folder: Path, chosen: DatasetFilter = ALL_DATASETS) -> Samples:
     """Read a split's Parquet files in the order of their names and return the samples of the chosen datasets.
 
     The result is empty if there are no such samples.
@@ -91,11 +111,11 @@ def read_samples(folder: Path, chosen: DatasetFilter = ALL) -> Samples:
         DataError: a file cannot be read.
     """
     tables = [SCHEMA.to_frame()]
-    for file in sorted(folder.glob("*.parquet")):
+    for file in part_paths(folder):
         with data_error_if_unreadable(file):
             tables.append(pl.read_parquet(file, columns=SCHEMA.names()).select(SCHEMA.names()))
-    named = pl.col("dataset").is_in(chosen.names)
-    return Samples(pl.concat(tables).filter(~named if chosen.excludes else named).rechunk())
+    has_named_dataset = pl.col("dataset").is_in(chosen.names)
+    return Samples(pl.concat(tables).filter(~has_named_dataset if chosen.excludes else has_named_dataset).rechunk())
 
 
 def find_usual_question(*splits: Samples) -> str | None:
@@ -110,7 +130,7 @@ def find_usual_question(*splits: Samples) -> str | None:
     return None
 
 
-def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL) -> Samples:
+def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL_DATASETS) -> Samples:
     """Return the training samples of the chosen datasets.
 
     Raises:
@@ -133,7 +153,7 @@ class Schedule:
     micro-batches.
 
     Attributes:
-        max_captions: maximum number of references per sequence; None allows all references of a pair.
+        max_captions: maximum number of samples per sequence; None allows all samples of an image set.
         micro_batch: number of sequences per micro-batch.
         ranks: number of workers.
     """
@@ -162,14 +182,14 @@ class Schedule:
     def epoch(self, epoch: int) -> list[np.ndarray]:
         """Return the row numbers of each sequence of an epoch, in training order.
 
-        A sequence has up to `max_captions` rows, all of the same pair.
+        A sequence has up to `max_captions` rows, all of the same image set.
         """
         rng = np.random.default_rng([self.seed, epoch])
         sequences: list[np.ndarray] = []
-        for rows in self.samples.pairs():
+        for rows in self.samples.image_sets():
             rng.shuffle(rows)
-            most = self.max_captions or len(rows)
-            sequences += [rows[at : at + most] for at in range(0, len(rows), most)]
+            size = self.max_captions or len(rows)
+            sequences += [rows[start : start + size] for start in range(0, len(rows), size)]
         return [sequences[number] for number in rng.permutation(len(sequences))]
 
     def global_sequences(self, step: int) -> list[np.ndarray]:
@@ -178,10 +198,10 @@ class Schedule:
         return self.epoch(epoch)[batch * self.global_batch : (batch + 1) * self.global_batch]
 
     def captions(self, steps: int) -> int:
-        """Return the number of references that the first `steps` steps train on, over all workers."""
-        epochs, rest = divmod(steps, self.steps_per_epoch)
-        begun = self.epoch(epochs)[: rest * self.global_batch] if rest else []
-        return epochs * len(self.samples) + sum(len(rows) for rows in begun)
+        """Return the number of samples that the first `steps` steps train on, over all workers."""
+        epochs, further_steps = divmod(steps, self.steps_per_epoch)
+        further_sequences = self.epoch(epochs)[: further_steps * self.global_batch] if further_steps else []
+        return epochs * len(self.samples) + sum(len(rows) for rows in further_sequences)
 
     def micro_batches(self, step: int, rank: int) -> list[list[Weighted]]:
         """Return one worker's micro-batches of a step. Sequences of weight 0 pad the last batch of an epoch."""
@@ -192,100 +212,75 @@ class Schedule:
         return [mine[at : at + self.micro_batch] for at in range(0, len(mine), self.micro_batch)]
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Model inputs of B sequences.
-
-    Attributes:
-        packed: packed text of the sequences.
-        images: [2 B, rows, columns, 3] uint8; before-images and after-images alternate.
-        weights: [supervised tokens]; weight of each token in the loss: 0 in sequences that only pad the batch, else 1.
-        layout: layout of the text for SDPA; None for FlexAttention, and before `complete` is called.
-    """
-
-    packed: Packed
-    images: Tensor
-    weights: Tensor
-    layout: Layout | None = None
-
-    @property
-    def supervised_tokens(self) -> int:
-        """Number of tokens that count in the loss. Sequences that only pad the batch have none."""
-        return int(self.weights.sum())
-
-
-def complete(batch: MicroBatch, device: Device, pad_id: int) -> MicroBatch:
-    """Return a copy of the micro-batch that is ready for a training step on the device.
-
-    The row of tokens is padded for FlexAttention or arranged in rectangles for SDPA. If the device is a GPU, all
-    tensors are copied to pinned memory.
-    """
-    flex = device.attention == "flex"
-    packed = batch.packed.rounded_up(FLEX_BLOCK, pad_id) if flex else batch.packed
-    layout = None if flex else packed.layout().map_tensors(device.pin)
-    return MicroBatch(packed.map_tensors(device.pin), device.pin(batch.images), device.pin(batch.weights), layout)
-
-
 class Loader:
     """Prepares micro-batches in threads, because Pillow and the tokenizer release the global interpreter lock.
 
     Args:
+        packing: packing of the model's family.
         device: device for which the micro-batches are prepared.
-        augment: function that randomly changes the images of a pair, [2, rows, columns, 3]; None disables augmentation.
+        augment: function that randomly changes the prepared images of an image set; None disables augmentation.
     """
 
     def __init__(
         self,
         samples: Samples,
-        processor: PairProcessor,
+        processor: Processor,
+        packing: Packing,
         threads: int,
         device: Device,
-        augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
+        augment: Callable[[Prepared, np.random.Generator], Prepared] | None = None,
     ) -> None:
         self.samples = samples
         self.processor = processor
+        self.packing = packing
         self.device = device
         self.augment = augment
         self.pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="load")
-        bytes_each = self._prepared(*samples.images(0)[0]).nbytes if len(samples) else CACHED_BYTES
-        self.prepared = lru_cache(maxsize=max(2, CACHED_BYTES // bytes_each))(self._prepared)
-        self.reference = lru_cache(maxsize=100_000)(processor.encode_reference)
+        # image sets, and not images, because a processor may prepare the images of a set depending on each other
+        cache: LRUCache[Any, Prepared] = LRUCache(CACHED_BYTES, getsizeof=lambda prepared: prepared.nbytes)
+        self.prepared = cached(cache, lock=Lock())(self._prepare)
+        self.encode_prompt = lru_cache(maxsize=CACHED_PROMPTS)(processor.encode_prompt)
+        self.encode_answer = lru_cache(maxsize=CACHED_ANSWERS)(processor.encode_answer)
 
-    def _prepared(self, uri: str, sha256: bytes | None) -> np.ndarray:
-        return self.processor.prepare_image(load_image(uri, sha256))
+    def _prepare(self, images: tuple[ImageRef, ...]) -> Prepared:
+        return self.processor.prepare(load_image(*image) for image in images)
 
-    def pairs_of(self, rows: np.ndarray) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Return the token ids of the prompt and of the reference for each row."""
-        value = self.samples.value
-        encode_prompt = self.processor.encode_prompt
-        return [(encode_prompt(value("question", row)), self.reference(value("answer", row))) for row in rows]
+    def encode(self, rows: np.ndarray, marks: tuple[str, ...]) -> list[Branch]:
+        """Return the branches of the samples in these rows, which have the same images with these marks."""
+        branches: list[Branch] = []
+        for row in rows:
+            turns = self.samples.turns(row)
+            branches += encode_dialogue(self.encode_prompt, self.encode_answer, turns, marks)
+        return branches
 
-    def images_of(self, row: int, visit: Visit | None) -> list[np.ndarray]:
-        """Return the before- and after-image of a row's pair. They are augmented only if `visit` is given."""
-        pair = [self.prepared(*image) for image in self.samples.images(row)]
+    def prepare_images(self, row: int, visit: Visit | None) -> Prepared:
+        """Return the prepared images of a row. They are augmented only if `visit` is given."""
+        prepared = self.prepared(self.samples.images(row))
         if visit is None or self.augment is None:
-            return pair
-        return list(self.augment(np.stack(pair), np.random.default_rng([*visit, row, AUGMENTATION_SEED])))
+            return prepared
+        return self.augment(prepared, np.random.default_rng([*visit, row, AUGMENTATION_SEED]))
 
-    def read(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
-        """Decode and tokenise a micro-batch. It takes less memory until `complete` prepares it for the device."""
-        groups = [self.pairs_of(rows) for rows, _ in micro_batch]
-        weights: list[int] = []
-        for group, (_, weight) in zip(groups, micro_batch, strict=True):
-            weights += [weight] * sum(len(reference) for _, reference in group)
-        images = [image for rows, _ in micro_batch for image in self.images_of(int(rows[0]), visit)]
-        return MicroBatch(pack(groups), torch.from_numpy(np.stack(images)), torch.tensor(weights, dtype=torch.float32))
+    def read(self, micro_batch: list[Weighted], visit: Visit | None = None) -> list[TrainingSequence]:
+        """Decode and tokenise the sequences of a micro-batch. They take less memory until `build` packs them."""
+        sequences = []
+        for rows, weight in micro_batch:
+            prepared = self.prepare_images(int(rows[0]), visit)
+            sequences.append(TrainingSequence(prepared, self.encode(rows, prepared.marks), weight))
+        return sequences
 
-    def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
-        """Return a micro-batch that is ready for a training step: decoded, tokenised and prepared for the device."""
-        return complete(self.read(micro_batch, visit), self.device, self.processor.pad_id)
+    def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> PackedBatch:
+        """Return a micro-batch that is ready for a training step: decoded, tokenised and packed for the device."""
+        return self.packing.batch(self.read(micro_batch, visit), self.processor, self.device)
 
-    def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:
+    def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[PackedBatch]]:
         """Return an iterator over this worker's micro-batches: one list per step, starting with `first_step`."""
 
-        def submit(step: int) -> list[Future[MicroBatch]]:
+        def submit(step: int) -> list[Future[PackedBatch]]:
             visit = (schedule.seed, step // schedule.steps_per_epoch)
-            return [self.pool.submit(self.build, each, visit) for each in schedule.micro_batches(step, rank)]
+            micro_batches = schedule.micro_batches(step, rank)
+            return [self.pool.submit(self.build, sequences, visit) for sequences in micro_batches]
 
-        steps = max(1, PREFETCHED * schedule.micro_batch * schedule.ranks // schedule.global_batch)
+        bytes_per_batch = schedule.micro_batch * self.prepared(self.samples.images(0)).nbytes
+        batches_ahead = min(PREFETCHED, PREFETCHED_BYTES // max(1, bytes_per_batch))
+        steps = max(1, batches_ahead * schedule.micro_batch * schedule.ranks // schedule.global_batch)
         return prefetch(submit, range(first_step, schedule.steps), steps)

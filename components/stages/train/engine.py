@@ -17,12 +17,11 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import Tensor, nn
 
+from m3diff.models.contract import PackedBatch, Packing, Processor
 from m3diff.models.device import Device
 from m3diff.models.fused import require_fused_attention
-from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.compute import Compute
-from m3diff.stages.train.batches import MicroBatch
 from m3diff.stages.train.params import Train
 
 
@@ -113,8 +112,9 @@ def rate_factor(cfg: Train, step: int, steps: int, delay: float = 0.0) -> float:
 
 def take_step(
     engine: DeepSpeedEngine,
-    micro_batches: list[MicroBatch],
-    processor: PairProcessor,
+    micro_batches: Sequence[PackedBatch],
+    packing: Packing,
+    processor: Processor,
     device: Device,
     rates: Sequence[float],
     ranks: int,
@@ -123,18 +123,19 @@ def take_step(
 
     Args:
         micro_batches: this worker's part of the global batch.
+        packing: packing of the model's family, which made the micro-batches.
         rates: learning rates of the optimizer's groups, in the optimizer's order.
         ranks: number of workers.
     """
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    own_tokens = sum(batch.supervised_tokens for batch in micro_batches)
-    tokens = sum_over_ranks(torch.tensor(float(own_tokens)), ranks)
+    own_tokens = sum(float(batch.weights.sum()) for batch in micro_batches)
+    tokens = sum_over_ranks(torch.tensor(own_tokens), ranks)
     # the sum stays on the device because reading it after each micro-batch would wait for the GPU
     loss_sum = torch.zeros((), device=device.torch)
     grad_norm = 0.0
     for number, batch in enumerate(micro_batches, start=1):
-        loss = token_loss(engine, batch, processor, device)
+        loss = token_loss(engine, batch, packing, processor, device)
         loss_sum += loss.detach()
         # DeepSpeed divides the gradient by the number of workers and the number of micro-batches
         engine.backward(loss * (ranks * len(micro_batches)) / float(tokens))
@@ -161,38 +162,15 @@ def apply_step(engine: DeepSpeedEngine) -> float:
     return grad_norm
 
 
-def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, device: Device) -> Tensor:
+def token_loss(model: nn.Module, batch: PackedBatch, packing: Packing, processor: Processor, device: Device) -> Tensor:
     """Return the weighted cross-entropy of a micro-batch, summed over its supervised tokens.
 
-    `batches.complete` must have prepared the micro-batch. It is copied to the device here. Logits are computed only at
-    the supervised positions.
+    The micro-batch is copied to the device here. Logits are computed only for the supervised tokens.
     """
-    packed = batch.packed
     with require_fused_attention():
-        logits = model(
-            input_ids=device.move(packed.input_ids),
-            position_ids=device.move(packed.position_ids),
-            # these two stay on the CPU, so that looking up positions in them does not wait for the GPU
-            tokens=packed.input_ids,
-            logits_to_keep=packed.supervised,
-            use_cache=False,
-            **attention_inputs(batch, device),
-            **processor.image_inputs(device.move(batch.images)),
-        ).logits
-    losses = nn.functional.cross_entropy(logits.float(), device.move(packed.labels), reduction="none")
+        logits = packing.logits(model, batch, processor, device)
+    losses = nn.functional.cross_entropy(logits.float(), device.move(batch.labels), reduction="none")
     return (losses * device.move(batch.weights)).sum()
-
-
-def attention_inputs(batch: MicroBatch, device: Device) -> dict[str, Any]:
-    """Return the model's attention arguments: the mask and, for SDPA, the layout.
-
-    The mask selects the kernel (see `m3diff.models.fused`).
-    """
-    if device.attention == "flex":
-        return {"attention_mask": batch.packed.block_mask(device)}
-    assert batch.layout is not None, "a micro-batch that is not complete"
-    layout = batch.layout.map_tensors(device.move)
-    return {"attention_mask": layout.attention_mask(), "layout": layout}
 
 
 def sum_over_ranks(value: Tensor, ranks: int) -> Tensor:

@@ -171,7 +171,7 @@ def alignment_sections(cfg: Train, settings: Settings) -> tuple[Train, Settings]
     align = settings.align
     assert align is not None, "a model without an alignment"
     train_changes = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
-    model_changes: dict[str, Any] = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
+    model_changes: dict[str, Any] = {"rates": align.rates, "delays": dict.fromkeys(settings.delays, 0.0), "align": None}
     return cfg.model_copy(update=train_changes), replace(settings, **model_changes)  # type: ignore[type-var]
 
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
+from m3diff.models.contract import PackedBatch, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from m3diff.models.fused import choose_attention, register_kernels
-from m3diff.models.processing import PairProcessor
+from m3diff.models.masks import pack
 from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
-from m3diff.records.errors import Fault, cause_of
+from m3diff.records.errors import Fault, cause_of, format_count
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
@@ -37,8 +38,8 @@ from m3diff.stages.train.job import (
     name_full_disk,
     require_newest_attempt,
 )
-from m3diff.stages.train.packing import pack
 from m3diff.stages.train.params import Train
+from m3diff.stages.train.sample_checks import check_samples
 from m3diff.stages.train.validation import Validation
 
 LOG_EVERY_STEPS = 20
@@ -97,7 +98,7 @@ class MeanLengths:
 
 def prepare_model(
     cfg: Train, settings: Settings, compute: Compute, family: Family, weights: Path | None = None
-) -> tuple[Any, PairProcessor]:
+) -> tuple[Any, Processor]:
     """Return the model to train and its processor.
 
     The model gets new LoRA adapters. If the loaded folder does not contain the family's module, the layers that the
@@ -152,12 +153,15 @@ class Training:
             epochs=cfg.epochs,
             ranks=worker.ranks,
         )
+        for samples in (training_samples, validation_samples):
+            check_samples(samples, job.model.family, self.family.takes, self.processor, cfg.max_tokens)
         # The validation split has the question of evaluation, and the training split may have several wordings of it
         self.question = batches.find_usual_question(validation_samples, training_samples)
         self.validation = Validation(job, validation_samples, worker, self.processor, self.device)
+        self.packing = self.family.packing()
         augment = partial(self.family.augment, job.model) if self.family.augment else None
         self.loader = batches.Loader(
-            training_samples, self.processor, compute.cpus_per_worker, self.device, augment=augment
+            training_samples, self.processor, self.packing, compute.cpus_per_worker, self.device, augment=augment
         )
 
         contribution = self.family.contribution
@@ -171,8 +175,7 @@ class Training:
         columns += [f"lr_{part}" for part in self.family.parts]
         columns += ["grad_norm", *self.module_columns, "val_loss"]
         columns += [f"val_loss_{dataset}" for dataset in self.validation.datasets]
-        columns.append("val_cider")
-        return columns
+        return [*columns, "val_cider", *self.validation.answer_scores]
 
     def run(self) -> dict[str, Any]:
         """Train from the newest checkpoint to the end of the schedule and return the figures of the run.
@@ -208,12 +211,27 @@ class Training:
         exported_step = self.export()
         return self.report_figures(exported_step, flops_per_step)
 
+    def trained_on(self) -> dict[str, Any]:
+        """Return what the manifest of the checkpoint says about the training samples.
+
+        `question` is the question that is asked by default, `own_questions` whether datasets brought questions of their
+        own, `images` are the numbers of images of the image sets, and `turns` is the largest number of turns.
+        """
+        table = self.schedule.samples.table
+        return {
+            "question": self.question,
+            "own_questions": bool((table["record"] != table["image_set"]).any()),
+            "images": sorted(set(table["images"].list.len())),
+            "turns": 1 + max(table["history"].list.len()),
+        }
+
     def measure_lengths(self) -> MeanLengths:
         """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
         token_counts = []
         supervised_counts = []
         for rows in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
-            sequence = pack([self.loader.pairs_of(rows)])
+            marks = self.processor.marks(len(self.schedule.samples.images(rows[0])))
+            sequence = pack([self.loader.encode(rows, marks)])
             token_counts.append(sequence.tokens)
             supervised_counts.append(len(sequence.labels))
         return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
@@ -231,15 +249,20 @@ class Training:
         sequences = len(schedule.epoch(0))
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
+        has_only_pairs = self.trained_on()["images"] == [2]
+        image_set = "pair" if has_only_pairs else "image set"
+        answer = "reference" if has_only_pairs else "sample"
         trained_parts = ", ".join(f"{part} {counts[part]:,}" for part in self.family.parts if counts.get(part))
         lines = (
-            f"{schedule.global_batch} sequences per step = micro-batches of {schedule.micro_batch} x "
-            f"{accumulation_steps} accumulation step(s) x {schedule.ranks} worker(s)",
-            f"{len(schedule.samples.pairs()):,} pairs with {len(schedule.samples):,} references, packed into "
-            f"{sequences:,} sequences per epoch",
-            f"about {lengths.tokens * sequences:,.0f} tokens per epoch: {lengths.tokens:.1f} per sequence, of which "
-            f"{lengths.supervised_tokens:.1f} are supervised",
-            f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps per epoch = {schedule.steps:,} steps",
+            f"{format_count(schedule.global_batch, 'sequence')} per step = micro-batches of {schedule.micro_batch} x "
+            f"{format_count(accumulation_steps, 'accumulation step')} x {format_count(schedule.ranks, 'worker')}",
+            f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
+            f"{format_count(len(schedule.samples), answer)}, packed into "
+            f"{format_count(sequences, 'sequence')} per epoch",
+            f"about {format_count(round(lengths.tokens * sequences), 'token')} per epoch: {lengths.tokens:.1f} per "
+            f"sequence, of which {lengths.supervised_tokens:.1f} are supervised",
+            f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
+            f"{format_count(schedule.steps, 'step')}",
             f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",
             f"{flops_per_step / 1e12:.3g} TFLOP per step",
         )
@@ -276,7 +299,7 @@ class Training:
             self.validate(folder)
         return steps_done
 
-    def train_step(self, step: int, micro_batches: list[batches.MicroBatch]) -> None:
+    def train_step(self, step: int, micro_batches: list[PackedBatch]) -> None:
         """Take optimizer step `step`, counted from 0, and add its row to the curves.
 
         In the first step and in every logged step, the forward pass also measures how much the family's module
@@ -297,7 +320,7 @@ class Training:
             recording = contribution.record(unwrap_model(self.engine.module))
         with recording as module_sums:
             loss, grad_norm = engine.take_step(
-                self.engine, micro_batches, self.processor, self.device, rates, self.worker.ranks
+                self.engine, micro_batches, self.packing, self.processor, self.device, rates, self.worker.ranks
             )
         self._require_finite(step, loss, grad_norm)
 
@@ -405,7 +428,7 @@ class Training:
         scores = self.validation.losses(self.engine)
         caption_every_steps = compute.checkpoint_every_steps * compute.caption_every_checkpoints
         if compute.caption_val_pairs and (step == self.schedule.steps or step % caption_every_steps == 0):
-            scores |= self.validation.cider(self.engine)
+            scores |= self.validation.score_answers(self.engine)
         self.curve.set_values(scores)
         if self.is_writer():
             with name_full_disk(self.job.run_dir):
@@ -457,7 +480,7 @@ class Training:
                         family=job.model.family,
                         base=job.cfg.base,
                         base_sha256=job.base_sha256,
-                        trained_on={"question": self.question},
+                        trained_on=self.trained_on(),
                     )
                     self.curve.write(job.out / CURVES_FILE)
         return self.schedule.steps if folder is None else state.step_of(folder)
@@ -484,6 +507,7 @@ class Training:
             "val_loss": self._rounded_value("val_loss"),
             "val_loss_by_dataset": {name: self._rounded_value(f"val_loss_{name}") for name in self.validation.datasets},
             "val_cider": self._rounded_value("val_cider"),
+            "val_match": self._rounded_value("val_match"),
             "exported_step": exported_step,
             "module": module_values,
             "warnings": [str(warning)] if warning else [],

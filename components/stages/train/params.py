@@ -33,36 +33,41 @@ class Train(Section):
     base: Path
     """Folder of the pre-trained model that training starts from."""
 
-    seed: int = Field(ge=0)
+    seed: int = Field(default=7407, ge=0)
     """Seed for the initial values of new weights, the order of the samples and the choice of validation pairs."""
 
-    max_captions_per_sequence: int | None = Field(ge=1)
-    """Maximum number of references of a pair that are packed behind one shared prefix; null packs all of them. A larger
-    number makes training cheaper per caption, but the captions in a step are then more correlated."""
+    max_captions_per_sequence: int | None = Field(default=None, ge=1)
+    """Maximum number of samples of an image set, such as the references of a pair, that are packed behind one shared
+    prefix; null packs all of them. A larger number makes training cheaper per sample, but the samples in a step are
+    then more correlated."""
 
-    global_batch: int = Field(ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Maximum length of a sample in tokens, including the visual tokens. Training does not start if a sample is longer,
+    and never cuts one. null allows any length."""
+
+    global_batch: int = Field(default=16, ge=1)
     """Number of sequences per optimizer step, over all workers. Must be a multiple of `compute.micro_batch` times the
     number of workers. A sequence is a pair with its packed references."""
 
-    epochs: float = Field(gt=0)
+    epochs: float = Field(default=1.0, gt=0)
     """Number of passes over the training mixture. Fractions are allowed."""
 
-    warmup_share: float = Field(ge=0, le=1)
+    warmup_share: float = Field(default=0.05, ge=0, le=1)
     """Share of the steps during which the learning rates rise linearly. Raise it if training diverges early."""
 
-    schedule: Literal["cosine", "constant"]
+    schedule: Literal["cosine", "constant"] = "cosine"
     """How the learning rates change after the warm-up: `cosine` decays them to zero, `constant` keeps them."""
 
-    weight_decay: float = Field(ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay, multiplied by the learning rate of each part of the model."""
 
-    max_grad_norm: float | None = Field(gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Maximum norm of the gradient of a step; a larger gradient is clipped to it. null disables clipping."""
 
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16"] = "fp32"
     """Number format of the forward and backward passes. bf16 halves the memory of weights and activations; it is faster
     only on a GPU that supports it natively."""
 
-    export: Literal["last", "best"]
+    export: Literal["last", "best"] = "last"
     """Checkpoint that the stage outputs: `last`, or `best` for the one with the highest CIDEr on the captioned
-    validation pairs."""
+    validation pairs. If the mixture has only questions of datasets, `best` is the one with the most exact answers."""

@@ -29,6 +29,7 @@ from m3diff.models.settings import Settings
 from m3diff.provenance.code import compute_key
 from m3diff.records.errors import CodedError, DataError, Fault, data_error_if_unreadable
 from m3diff.records.files import StageReport, lock_exclusively, sha256, sha256_of_folder, write_atomic
+from m3diff.records.tables import part_paths
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.job import (
@@ -95,6 +96,7 @@ class TrainReport(StageReport):
         rows_out: number of samples trained on, over all epochs.
         parameters: number of trained parameters of each part.
         val_cider: CIDEr of the validation captions; null if nothing was captioned.
+        val_match: share of exact answers to validation questions; null if no dataset has questions of its own.
         exported_step: step whose weights are the output.
         module: last measured contribution of the family's module, by column of the curves; empty without a module.
         alignment: steps, captions and final loss of the alignment phase; empty without an alignment phase.
@@ -110,6 +112,7 @@ class TrainReport(StageReport):
     val_loss: float | None
     val_loss_by_dataset: dict[str, float]
     val_cider: float | None
+    val_match: float | None = None
     exported_step: int
     module: dict[str, float]
     alignment: dict[str, float]
@@ -476,8 +479,7 @@ def run_key(cfg: Train, model: Settings, mixture: Path, base_sha256: str) -> str
 
     The hash does not depend on any path.
     """
-    files = sorted((mixture / "train").glob("*.parquet"))
-    files += sorted((mixture / "val").glob("*.parquet"))
+    files = part_paths(mixture / "train") + part_paths(mixture / "val")
     inputs = {
         "train": cfg.model_dump(mode="json", exclude={"base"}),
         "model": asdict(model),  # type: ignore[call-overload]  # every family's settings are a dataclass

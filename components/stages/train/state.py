@@ -72,9 +72,9 @@ class Curve:
         self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
 
     def last_value(self, column: str) -> float:
-        """Return the last value of a column, or NaN if the column is empty."""
+        """Return the last value of a column, or NaN if the column is empty or missing."""
         for row in reversed(self.rows):
-            if row[column]:
+            if row.get(column):
                 return float(row[column])
         return float("nan")
 
@@ -308,26 +308,31 @@ def read_validation(folder: Path) -> dict[str, float] | None:
 
 
 def checkpoints_by_score(run_dir: Path) -> list[Path]:
-    """Return the checkpoints that have a CIDEr score, best first. Equal scores are sorted by step."""
+    """Return the checkpoints whose answers have a score, best first. Equal scores are sorted by step.
+
+    The score is the CIDEr of captions or, if the validation split has no captions, the share of answers that match a
+    reference.
+    """
     scores: dict[Path, float] = {}
     for folder in checkpoints(run_dir):
-        cider = (read_validation(folder) or {}).get("val_cider")
-        if cider is not None:
-            scores[folder] = cider
+        validation = read_validation(folder) or {}
+        score = validation.get("val_cider", validation.get("val_match"))
+        if score is not None:
+            scores[folder] = score
     return sorted(scores, key=lambda folder: -scores[folder])
 
 
 def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
     """Return the checkpoint to export, or None to export the engine's current weights.
 
-    The result is None if `export` is `last` or if no intact checkpoint has a CIDEr score.
+    The result is None if `export` is `last` or if no intact checkpoint has a score.
     """
     if export == "last":
         return None
     for folder in checkpoints_by_score(run_dir):
-        if _is_intact(folder, "the checkpoint with the next best CIDEr is exported"):
+        if _is_intact(folder, "the checkpoint with the next best score is exported"):
             return folder
     logger.warning(
-        "train: no checkpoint has a CIDEr, so the last one is exported; check that the mixture has a validation split"
+        "train: no checkpoint has a score, so the last one is exported; check that the mixture has a validation split"
     )
     return None

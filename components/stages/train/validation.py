@@ -1,4 +1,4 @@
-"""Compute the loss of each dataset and the CIDEr of generated captions on validation pairs, at a checkpoint.
+"""Compute the loss of each dataset and the scores of generated answers on validation samples, at a checkpoint.
 
 The validation pairs are sampled, based on the seed, from the whole validation split of each dataset, so the loss does
 not depend on which dataset or scene comes first. Nothing else is random. The pairs are distributed among the workers.
@@ -6,18 +6,18 @@ not depend on which dataset or scene comes first. Nothing else is random. The pa
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from m3diff.scoring.metrics.answers import is_exact_match
 
-from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
+from m3diff.models.contract import Processor
 from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
-from m3diff.models.processing import PairProcessor
 from m3diff.models.tuning import unwrap_model
 from m3diff.scoring.characters import space_out_characters
 from m3diff.stages.train import batches, engine
@@ -36,7 +36,7 @@ def sample_pairs(samples: batches.Samples, count: int, seed: int) -> dict[str, l
     if not count:
         return {}
     pairs_by_dataset: dict[str, list[np.ndarray]] = {}
-    for rows in samples.pairs():
+    for rows in samples.image_sets():
         dataset = samples.value("dataset", rows[0])
         pairs_by_dataset.setdefault(dataset, []).append(rows)
     sampled_pairs = {}
@@ -57,7 +57,7 @@ class Validation:
     """
 
     def __init__(
-        self, job: Job, samples: batches.Samples, worker: WorkerContext, processor: PairProcessor, device: Device
+        self, job: Job, samples: batches.Samples, worker: WorkerContext, processor: Processor, device: Device
     ) -> None:
         compute = job.compute
         seed = job.cfg.seed
@@ -70,13 +70,22 @@ class Validation:
         # with ZeRO 3, a forward pass gathers weights from all workers, so all workers must run the same number of
         # forward passes
         self.needs_equal_forwards = compute.zero_stage == 3
-        self.loader = batches.Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
+        self.packing = self.family.packing()
+        self.loader = batches.Loader(samples, processor, self.packing, compute.cpus_per_worker, device)
 
         loss_pairs = sample_pairs(samples, compute.val_pairs, seed)
         self.datasets = list(loss_pairs)
         own_batches = self._deal_batches(list(loss_pairs.values()), compute.micro_batch)
         self.batches = [(dataset_number, self.loader.read(batch)) for dataset_number, batch in own_batches]
-        self.caption_pairs = list(sample_pairs(samples, compute.caption_val_pairs, seed).values())
+        # the records of each dataset whose answers are scored, as the row numbers of each record
+        self.captioned_records: list[list[np.ndarray]] = []
+        self.questioned_records: list[list[np.ndarray]] = []  # of datasets with questions of their own
+        for image_sets in sample_pairs(samples, compute.caption_val_pairs, seed).values():
+            records = [record for rows in image_sets for record in samples.records(rows)]
+            if any(samples.has_own_question(record[0]) for record in records):
+                self.questioned_records.append(records)
+            else:
+                self.captioned_records.append(records)
 
     def _deal_batches(
         self, datasets: list[list[np.ndarray]], batch_size: int
@@ -104,10 +113,10 @@ class Validation:
             return {}
         sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)  # [datasets, 2]: loss and tokens
         model.eval()
-        for dataset_number, batch in self.batches:
-            micro_batch = batches.complete(batch, self.device, self.processor.pad_id)
-            loss = engine.token_loss(model, micro_batch, self.processor, self.device)
-            sums[dataset_number] += torch.tensor([float(loss), batch.supervised_tokens], dtype=torch.float64)
+        for dataset_number, sequences in self.batches:
+            batch = self.packing.batch(sequences, self.processor, self.device)
+            loss = engine.token_loss(model, batch, self.packing, self.processor, self.device)
+            sums[dataset_number] += torch.tensor([float(loss), float(batch.weights.sum())], dtype=torch.float64)
         model.train()
         loss_sums, token_counts = engine.sum_over_ranks(sums, self.ranks).T.tolist()
         losses = {"val_loss": sum(loss_sums) / sum(token_counts)}
@@ -115,53 +124,76 @@ class Validation:
             losses[f"val_loss_{name}"] = loss_sum / tokens
         return losses
 
-    def cider(self, model: Any) -> dict[str, float]:
-        """Return `val_cider`: the CIDEr of greedy captions, averaged over the datasets.
+    @property
+    def answer_scores(self) -> list[str]:
+        """Names of the scores that `score_answers` returns if `compute.caption_val_pairs` is above 0."""
+        return ["val_match"] if self.questioned_records else []
 
-        Returns an empty dictionary if there are no pairs to caption.
+    def score_answers(self, model: Any) -> dict[str, float]:
+        """Answer validation records and return the scores of the answers.
+
+        `val_cider` is the CIDEr of greedy captions, averaged over the datasets without questions of their own.
+        `val_match` is the share of greedy answers that match a reference exactly, averaged over the other datasets. In
+        a dialogue, the true answers to the earlier questions are given. A score is missing if no dataset has it.
         """
-        if not self.caption_pairs:
-            return {}
-        first_rows: list[int] = []
-        for pairs in self.caption_pairs:
-            first_rows += [int(rows[0]) for rows in pairs]
-        captions = self._captions(model, first_rows)
+        scores = {}
+        if self.captioned_records:
+            scores["val_cider"] = self._mean_score(model, self.captioned_records, cider)
+        if self.questioned_records:
+            scores["val_match"] = self._mean_score(model, self.questioned_records, match_share)
+        return scores
+
+    def _mean_score(
+        self,
+        model: Any,
+        records_by_dataset: Sequence[Sequence[np.ndarray]],
+        score: Callable[[Sequence[Sequence[str]], Sequence[str]], float],
+    ) -> float:
+        """Return the mean over the datasets of a score of greedy answers."""
+        first_rows = [int(rows[0]) for records in records_by_dataset for rows in records]
+        answers = self._answers(model, first_rows)
         scores = []
-        for pairs in self.caption_pairs:
-            references = [[self.samples.value("answer", row) for row in rows] for rows in pairs]
-            predictions = [captions[int(rows[0])] for rows in pairs]
-            scores.append(cider(references, predictions))
-        return {"val_cider": float(np.mean(scores))}
+        for records in records_by_dataset:
+            references = [[self.samples.value("answer", row) for row in rows] for rows in records]
+            scores.append(score(references, [answers[int(rows[0])] for rows in records]))
+        return float(np.mean(scores))
 
-    def _captions(self, model: Any, first_rows: list[int]) -> dict[int, str]:
-        """Caption the pairs that start at these rows and return the captions by row number.
+    def _answers(self, model: Any, first_rows: list[int]) -> dict[int, str]:
+        """Answer the records that start at these rows and return the answers by row number.
 
-        All pairs of a batch have the same question, so no prompt needs padding and the pairs do not affect each other's
-        captions.
+        All prompts of a batch have the same length, so none needs padding and the records do not affect each other's
+        answers.
         """
         own_rows = first_rows if self.needs_equal_forwards else first_rows[self.rank :: self.ranks]
-        rows_by_question: dict[str, list[int]] = {}
-        for row in own_rows:
-            question = self.samples.value("question", row)
-            rows_by_question.setdefault(question, []).append(row)
         model.eval()
         captioner = Captioner(unwrap_model(model.module), self.processor, self.family, MAX_NEW_TOKENS)
-        captions: dict[int, str] = {}
-        for question, rows in rows_by_question.items():
+        rows_by_shape: dict[tuple[int, int], list[int]] = {}  # by number of images and length of the prompt
+        for row in own_rows:
+            images = len(self.samples.images(row))
+            prompt = captioner.encode_prompt(self.samples.turns(row), images)
+            rows_by_shape.setdefault((images, len(prompt)), []).append(row)
+        answers: dict[int, str] = {}
+        for rows in rows_by_shape.values():
             for start in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[start : start + CAPTION_BATCH]
-                files = [self.samples.images(row) for row in batch]
-                images = [(load_image(*before), load_image(*after)) for before, after in files]
-                captions |= zip(batch, captioner.caption(images, question), strict=True)
+                prepared = [self.loader.prepare_images(row, None) for row in batch]
+                texts, _ = captioner.answer(prepared, [self.samples.turns(row) for row in batch])
+                answers |= zip(batch, texts, strict=True)
         model.train()
         if self.needs_equal_forwards or self.ranks == 1:
-            return captions
-        captions_by_rank: list[Any] = [None] * self.ranks
-        dist.all_gather_object(captions_by_rank, captions)
-        all_captions: dict[int, str] = {}
-        for rank_captions in captions_by_rank:
-            all_captions |= rank_captions
-        return all_captions
+            return answers
+        answers_by_rank: list[Any] = [None] * self.ranks
+        dist.all_gather_object(answers_by_rank, answers)
+        all_answers: dict[int, str] = {}
+        for rank_answers in answers_by_rank:
+            all_answers |= rank_answers
+        return all_answers
+
+
+def match_share(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> float:
+    """Return the share of predictions that match a reference exactly; see `is_exact_match`."""
+    matches = [is_exact_match(prediction, texts) for texts, prediction in zip(references, predictions, strict=True)]
+    return float(np.mean(matches))
 
 
 def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> float:

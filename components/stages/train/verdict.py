@@ -15,6 +15,7 @@ import polars as pl
 from tokenizers import Tokenizer
 
 from m3diff.records.errors import Fault
+from m3diff.records.tables import part_paths
 from m3diff.stages.train.params import ENOUGH_STEPS, NO_CIDER
 
 # Captions of fewer pairs than this do not show whether the model has learned anything
@@ -110,7 +111,7 @@ def entropy_of_tokens(folder: Path, tokenizer: Path) -> float | None:
 
 def read_split(folder: Path, columns: list[str]) -> pl.DataFrame | None:
     """Read columns of a split of the mixture. Return None if the split is empty."""
-    shards = sorted(folder.glob("*.parquet"))
+    shards = part_paths(folder)
     if not shards:
         return None
     samples = pl.concat([pl.read_parquet(shard, columns=columns) for shard in shards])

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from m3diff.images.check import COLOR, GREY
 from m3diff.images.compare import EQUAL, FAINT, NOISE, compare_pairs
+from m3diff.records.errors import format_count
 from m3diff.stages.validate.no_change import captions_describe_change
 
 # Two images are compared in full only if no grey level of their thumbnails differs by more than this. JPEG of quality
@@ -87,10 +88,14 @@ def compare_images_of_pairs(
         `no_change_reason`, which is the reason why the pair does not show a change, or null if it shows one.
     """
     similar_pairs = pairs.filter(_have_similar_thumbnails(pairs))
-    texts = table[similar_pairs["row"]].select("references", "change_types")
-    describes_change = [captions_describe_change(references, types) for references, types in texts.iter_rows()]
+    texts = table[similar_pairs["row"]].select("references", "change_types", "question")
+    # The answer to a question, such as "yes", does not say whether anything changed
+    describes_change = [
+        question is None and captions_describe_change(references, types)
+        for references, types, question in texts.iter_rows()
+    ]
     candidates = similar_pairs.filter(pl.Series(describes_change, dtype=pl.Boolean))
-    digests = table[candidates["row"]].select("before_sha256", "after_sha256")
+    digests = table[candidates["row"]].select(before_sha256="image_1_sha256", after_sha256="image_2_sha256")
     compared_pairs = candidates.select("row", "before", "after").hstack(digests)
     likeness = compare_pairs(compared_pairs, compare_px, cache, stage)
     has_same_bytes = compared_pairs["before_sha256"] == compared_pairs["after_sha256"]
@@ -130,8 +135,10 @@ def list_findings(
         table: all records, with RAW_SCHEMA and the columns of `add_image_columns`.
         images: verdicts on image files, as `check_images` returns them.
     """
-    pair_sources = table[pairs["row"]].select("dataset", "source", "before_sha256")
-    pairs = pairs.hstack(pair_sources)
+    columns = ["dataset", "source", "question", "image_set"]
+    pairs = pairs.hstack(table[pairs["row"]].select(*columns, before_sha256="image_1_sha256"))
+    # Several questions about a pair are one pair
+    pairs = pairs.filter(pl.col("question").is_null() | pl.col("image_set").is_first_distinct())
     unchanged_pairs = likeness.filter(pl.col("no_change_reason").is_not_null())
     changed_pairs = pairs.join(unchanged_pairs, on="row", how="anti", maintain_order="left")
     clean_pairs = pairs.join(quarantined_rows, on="row", how="anti", maintain_order="left")
@@ -151,8 +158,9 @@ def _hidden_changes(pairs: pl.DataFrame) -> Iterator[Finding]:
             kind="hidden_changes",
             count=faint_pairs.height,
             sentence=(
-                f"the change in {faint_pairs.height:,} pairs cannot be seen at validate.compare_px, the resolution of "
-                "the model; crop their images around the change, or train a model with a higher resolution"
+                f"the change in {format_count(faint_pairs.height, 'pair')} cannot be seen at validate.compare_px, the "
+                "resolution of the model; crop their images around the change, or train a model with a higher "
+                "resolution"
             ),
             first=faint_pairs["source"].head(LISTED_ROWS).to_list(),
         )
@@ -178,8 +186,8 @@ def _placeholders(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Finding
             kind="placeholders",
             count=count,
             sentence=(
-                f"{count:,} pairs share the same picture, such as {uses['path'][0]}, which may be a placeholder for a "
-                "missing image; download the images again or remove these rows"
+                f"{format_count(count, 'pair has', 'pairs share')} the same picture, such as {uses['path'][0]}, "
+                "which may be a placeholder for a missing image; download the images again or remove these rows"
             ),
             first=uses["source"].unique(maintain_order=True).head(LISTED_ROWS).to_list(),
         )
@@ -261,8 +269,8 @@ def _different_sides(pairs: pl.DataFrame, images: pl.DataFrame) -> Iterator[Find
             kind="sides_differ",
             count=rows.height,
             sentence=(
-                f"the two images of {rows.height:,} pairs differ: {', '.join(differences)}; a model may learn this as "
-                "the change"
+                f"the two images of {format_count(rows.height, 'pair')} differ: {', '.join(differences)}; "
+                "a model may learn this as the change"
             ),
             first=rows["source"].head(LISTED_ROWS).to_list(),
         )
@@ -279,16 +287,17 @@ def _before_in_several_splits(pairs: pl.DataFrame) -> Iterator[Finding]:
     for (dataset,), before_images in repeated_images.group_by("dataset", maintain_order=True):
         rows = pairs.join(before_images, on=["dataset", "before_sha256"], how="semi", maintain_order="left")
         leaked_images = before_images.filter(pl.col("train") > 0, pl.col("test") > 0)
-        train_pairs = leaked_images["train"].sum()
-        test_pairs = leaked_images["test"].sum()
+        train_pairs = int(leaked_images["train"].sum())
+        test_pairs = int(leaked_images["test"].sum())
         yield Finding(
             dataset=str(dataset),
             kind="before_in_several_splits",
             count=before_images.height,
             sentence=(
-                f"{before_images.height:,} images are the before-image of pairs in several splits; "
-                f"{leaked_images.height:,} of these are in both train ({train_pairs:,} pairs) and test "
-                f"({test_pairs:,} pairs). Give the pairs of an image the same `scene`, so that they share a split"
+                f"{format_count(before_images.height, 'image is', 'images are')} the before-image of pairs in several "
+                f"splits, of which {format_count(leaked_images.height, 'image is', 'images are')} in both train "
+                f"({format_count(train_pairs, 'pair')}) and test ({format_count(test_pairs, 'pair')}). "
+                "Give the pairs of an image the same `scene`, so that they share a split"
             ),
             first=rows["source"].head(LISTED_ROWS).to_list(),
         )

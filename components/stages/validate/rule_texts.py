@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from m3diff.records.errors import format_count
 from m3diff.stages.validate.suite import ExpectationResult
 
 
@@ -20,13 +21,15 @@ RULE_TEXTS = {
     "split_known": RuleText("The split is train, val or test", "An unknown split"),
     "scene_in_one_split": RuleText("The pairs of a scene are in one split", "The scene is in several splits"),
     "not_in_test": RuleText("No training pair is in a test set", "A training pair that is in a test set"),
+    "question_given": RuleText("No question is empty", "An empty question"),
+    "history_given": RuleText("Every earlier turn has a question and an answer", "An earlier turn without a text"),
     "references_given": RuleText("Every pair has a caption", "No caption"),
     "reference_length": RuleText("No caption is too long", "A caption is too long"),
-    "no_markup": RuleText("No caption holds HTML or a special token", "HTML or a special token in a caption"),
+    "no_markup": RuleText("No text holds HTML or a special token", "HTML or a special token in a text"),
     "shows_a_change": RuleText("A pair with a change has two different images", "Both images are the same"),
-    "images_present": RuleText("Both image files are there", "An image file is missing"),
-    "before_decodes": RuleText("The image before can be opened", "The image before cannot be opened"),
-    "after_decodes": RuleText("The image after can be opened", "The image after cannot be opened"),
+    "images_present": RuleText("All image files are there", "An image file is missing"),
+    "image_1_decodes": RuleText("The first image can be opened", "The first image cannot be opened"),
+    "image_2_decodes": RuleText("The second image can be opened", "The second image cannot be opened"),
 }
 PAIR_COUNT = "pairs of "  # rules about the number of pairs in a split are named by this prefix and the split
 
@@ -58,7 +61,7 @@ def describe_rule(rule: str) -> RuleText:
 
 def describe_result(result: ExpectationResult) -> ResultText:
     """Describe the result of an expectation in words."""
-    rows = "1 row" if result.row_count == 1 else f"{result.row_count or 0:,} rows"
+    rows = format_count(result.row_count or 0, "row")
     if result.rule == "rows":
         sentence = "There is at least one row"
         outcome = f"found {rows}"

@@ -7,13 +7,14 @@ training pair is also in a test set (`twins.py`).
 
 A new rule needs:
 
-1. a `Rule` in the function of its group (`_row_rules`, `_split_rules`, `_reference_rules` or `_image_rules`);
+1. a `Rule` in the function of its group (`_row_rules`, `_split_rules`, `_question_rules`, `_reference_rules` or
+   `_image_rules`);
 2. a column for `compute_facts` to add, unless the column already exists;
 3. its description in `RULE_TEXTS` of `rule_texts.py`, for the stage's web page;
 4. its name in `RULES_BETWEEN_SPLITS` of `commands/inspect/judgement.py`, if a row can break the rule because of a row
    in another split;
-5. if users should be able to change its limit, a field in `params.py` with a value in `params.yaml` and
-   `profiles/embedded.yaml`. `check_records` in `stage.py` passes it to `build_rules`.
+5. if users should be able to change its limit, a field in `params.py` with a default. `check_records` in `stage.py`
+   passes it to `build_rules`.
 """
 
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import polars as pl
 
 from m3diff.datasets.tables import SIDES
 from m3diff.images.check import OK
+from m3diff.records.sample import MOST_IMAGES
 from m3diff.records.schemas import SPLITS
 
 # If a pair is in two splits, it is removed from the split with the lower rank, so that test sets stay complete
@@ -31,6 +33,10 @@ SPLIT_RANKS = {"train": 0, "val": 1, "test": 2}
 # HTML, and special tokens of chat templates (`<image>`, `<|im_end|>`), which would change the meaning of a prompt
 MARKUP = r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);"
 
+# A mark in a question says where an image is, and is no markup
+IMAGE_MARK = "<image>"
+
+IMAGE_COLUMNS = tuple(f"image_{number}" for number in range(1, MOST_IMAGES + 1))
 NO_PATH_VERDICT = "is not given"  # verdict used if the row does not name an image
 TOO_LARGE_CODES = [
     "images.too_large",
@@ -69,7 +75,7 @@ def build_rules(max_chars: int) -> list[Rule]:
     Args:
         max_chars: maximum length of a reference, in characters.
     """
-    return _row_rules() + _split_rules() + _reference_rules(max_chars) + _image_rules()
+    return _row_rules() + _split_rules() + _question_rules() + _reference_rules(max_chars) + _image_rules()
 
 
 def _row_rules() -> list[Rule]:
@@ -137,9 +143,34 @@ def _split_rules() -> list[Rule]:
     ]
 
 
+def _question_rules() -> list[Rule]:
+    return [
+        Rule(
+            name="question_given",
+            column="empty_questions",
+            is_broken=pl.col("empty_questions") > 0,
+            reason=pl.lit("question: is empty; write a question, or leave out the column to ask what changed"),
+            expectation="ExpectColumnValuesToBeInSet",
+            arguments={"value_set": [0]},
+        ),
+        Rule(
+            name="history_given",
+            column="empty_turns",
+            is_broken=pl.col("empty_turns") > 0,
+            reason=pl.format("history: {} turns have no question or no answer; complete the dialogue", "empty_turns"),
+            expectation="ExpectColumnValuesToBeInSet",
+            arguments={"value_set": [0]},
+        ),
+    ]
+
+
 def _reference_rules(max_chars: int) -> list[Rule]:
     length = pl.col("longest_reference")
     marked_references = pl.col("markup_references")
+    references_with_markup = pl.format(
+        "references: {} contain HTML or a special token; write plain text", marked_references
+    )
+    questions_with_markup = pl.lit("question: contains HTML or a special token; write plain text")
     return [
         Rule(
             name="references_given",
@@ -163,9 +194,9 @@ def _reference_rules(max_chars: int) -> list[Rule]:
         ),
         Rule(
             name="no_markup",
-            column="markup_references",
-            is_broken=marked_references > 0,
-            reason=pl.format("references: {} contain HTML or a special token; write plain text", marked_references),
+            column="markup_texts",
+            is_broken=pl.col("markup_texts") > 0,
+            reason=pl.when(marked_references > 0).then(references_with_markup).otherwise(questions_with_markup),
             expectation="ExpectColumnValuesToBeInSet",
             arguments={"value_set": [0]},
         ),
@@ -189,13 +220,13 @@ def _image_rules() -> list[Rule]:
             expectation="ExpectColumnValuesToBeNull",
         ),
     ]
-    for side in SIDES:
+    for column in IMAGE_COLUMNS:
         image_rules.append(
             Rule(
-                name=f"{side}_decodes",
-                column=f"{side}_unreadable",
-                is_broken=pl.col(f"{side}_unreadable").is_not_null(),
-                reason=_reason_for_bad_image(side),
+                name=f"{column}_decodes",
+                column=f"{column}_unreadable",
+                is_broken=pl.col(f"{column}_unreadable").is_not_null(),
+                reason=_reason_for_bad_image(column),
                 expectation="ExpectColumnValuesToBeNull",
             )
         )
@@ -207,33 +238,41 @@ def _reason_if_readable(reason: str) -> pl.Expr:
     return pl.when(pl.col("fault").is_null()).then(pl.lit(reason))
 
 
-def _is_absent(side: str) -> pl.Expr:
-    """Return an expression that is true if the row does not name an image or the image file does not exist.
+def name_of_image(column: str) -> pl.Expr:
+    """Return what messages call an image: before and after if a record has two images, and otherwise image."""
+    side = SIDES[IMAGE_COLUMNS.index(column)]
+    return pl.when(pl.col("image_count") == len(SIDES)).then(pl.lit(side)).otherwise(pl.lit("image"))
+
+
+def _is_absent(column: str) -> pl.Expr:
+    """Return an expression that is true if the row should have an image, but does not name it or has no such file.
 
     An image file that is damaged is not absent. Other rules report it.
     """
-    is_missing = pl.col(f"{side}_code").eq_missing(pl.lit("images.missing"))
-    return is_missing | (pl.col(f"{side}_image") == NO_PATH_VERDICT)
+    is_missing = pl.col(f"{column}_code").eq_missing(pl.lit("images.missing"))
+    return is_missing | pl.col(f"{column}_verdict").eq_missing(pl.lit(NO_PATH_VERDICT))
 
 
 def _reason_for_absent_images() -> pl.Expr:
     """Return the reasons of all absent images of a row, or null if the row's fault already describes them."""
-    reasons = [pl.when(_is_absent(side)).then(_reason_for_bad_image(side)) for side in SIDES]
+    reasons = [pl.when(_is_absent(column)).then(_reason_for_bad_image(column)) for column in IMAGE_COLUMNS]
     joined_reasons = pl.concat_str(reasons, separator="; ", ignore_nulls=True)
     # polars joins nulls to an empty string, and an empty reason would leave a stray "; "
     return pl.when(joined_reasons != "").then(joined_reasons)
 
 
-def _reason_for_bad_image(side: str) -> pl.Expr:
-    """Return why an image is absent or cannot be opened: the side, the path and the verdict of `check_images`.
+def _reason_for_bad_image(column: str) -> pl.Expr:
+    """Return why an image is absent or cannot be opened: its name, the path and the verdict of `check_images`.
 
     If the image is too large, the reason also says that the limit can be raised. If the row could not be read, the
     reason is null.
     """
-    is_too_large = pl.col(f"{side}_code").is_in(TOO_LARGE_CODES)
+    name = name_of_image(column)
+    is_too_large = pl.col(f"{column}_code").is_in(TOO_LARGE_CODES)
     raise_limit = pl.when(is_too_large).then(pl.lit(", or raise validate.max_image_pixels")).otherwise(pl.lit(""))
-    reason = pl.format(f"{side}: {{}} {{}}{{}}", side, f"{side}_image", raise_limit)
-    return pl.when(pl.col(side).is_not_null()).then(reason).otherwise(_reason_if_readable(f"{side}: is not given"))
+    reason = pl.format("{}: {} {}{}", name, column, f"{column}_verdict", raise_limit)
+    not_given = pl.when(pl.col("fault").is_null()).then(pl.format("{}: is not given", name))
+    return pl.when(pl.col(column).is_not_null()).then(reason).otherwise(not_given)
 
 
 def compute_facts(
@@ -250,19 +289,21 @@ def compute_facts(
             returns them.
         likeness: `row` and `no_change_reason` of pairs with similar images, as `compare_images_of_pairs` returns them.
     """
-    rows = records.drop("images", "references", "change_types").with_row_index("row")
+    rows = records.drop("images", "history", "references", "change_types").with_row_index("row")
     rows = rows.hstack(_reference_facts(records["references"]))
-    for side in SIDES:
-        verdict = pl.col("verdict").alias(f"{side}_image")
-        verdicts = images.select(pl.col("path").alias(side), verdict, pl.col("code").alias(f"{side}_code"))
-        rows = rows.join(verdicts, on=side, how="left")
+    rows = rows.hstack(_question_facts(records.select("question", "history")))
+    for column in IMAGE_COLUMNS:
+        verdict = pl.col("verdict").alias(f"{column}_verdict")
+        verdicts = images.select(pl.col("path").alias(column), verdict, pl.col("code").alias(f"{column}_code"))
+        rows = rows.join(verdicts, on=column, how="left")
     rows = rows.join(leaks, on="row", how="left")
     rows = rows.join(likeness.select("row", "no_change_reason"), on="row", how="left")
     split_rank = pl.col("split").replace_strict(SPLIT_RANKS, default=-1, return_dtype=pl.Int64)
     has_fault = pl.col("fault").is_not_null()
     scene_splits = pl.col("split").n_unique().over("scene")
     rows = rows.sort("row").with_columns(
-        pl.col("before_image", "after_image").fill_null(NO_PATH_VERDICT),
+        *(_verdict_or_no_path(number) for number in range(1, MOST_IMAGES + 1)),
+        markup_texts=pl.col("markup_references") + pl.col("markup_questions"),
         split_rank=split_rank,
         # Among rows with the same id, only the first row in this order is kept. Readable rows come first, then higher
         # splits, then earlier rows
@@ -270,10 +311,16 @@ def compute_facts(
         scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
     )
     return rows.with_columns(
-        absent_images=_names_of_absent_images(),
-        before_unreadable=_verdict_if_unreadable("before"),
-        after_unreadable=_verdict_if_unreadable("after"),
+        _names_of_absent_images().alias("absent_images"),
+        *(_verdict_if_unreadable(column).alias(f"{column}_unreadable") for column in IMAGE_COLUMNS),
     )
+
+
+def _verdict_or_no_path(number: int) -> pl.Expr:
+    """Return the verdict on an image, or NO_PATH_VERDICT if the record should have this image but does not name it."""
+    name = f"image_{number}_verdict"
+    is_absent = pl.col(name).is_null() & (pl.col("image_count") >= number)
+    return pl.when(is_absent).then(pl.lit(NO_PATH_VERDICT)).otherwise(pl.col(name)).alias(name)
 
 
 def _reference_facts(references: pl.Series) -> pl.DataFrame:
@@ -288,17 +335,45 @@ def _reference_facts(references: pl.Series) -> pl.DataFrame:
     return by_row.drop("row")
 
 
+def _question_facts(records: pl.DataFrame) -> pl.DataFrame:
+    """Return whether the own question is empty, and the numbers of empty turns and of texts with markup, per record.
+
+    Image marks in questions are no markup. `<image>` in an answer is.
+    """
+    question = pl.col("question")
+    is_empty = (question.str.strip_chars() == "").fill_null(False)
+    has_markup = question.str.replace_all(IMAGE_MARK, "", literal=True).str.contains(MARKUP).fill_null(False)
+    facts = records.with_row_index("row").select(
+        "row", empty_questions=is_empty.cast(pl.Int64), markup_questions=has_markup.cast(pl.Int64)
+    )
+    turns = records.with_row_index("row").filter(pl.col("history").list.len() > 0).select("row", "history")
+    turns = turns.explode("history").unnest("history")
+    texts = pl.col("question", "answer")
+    is_empty_turn = pl.any_horizontal(texts.is_null() | (texts.str.strip_chars() == ""))
+    answer_has_markup = pl.col("answer").str.contains(MARKUP).fill_null(False)
+    by_row = turns.group_by("row").agg(
+        empty_turns=is_empty_turn.sum().cast(pl.Int64),
+        markup_turns=(has_markup | answer_has_markup).sum().cast(pl.Int64),
+    )
+    facts = facts.join(by_row, on="row", how="left", maintain_order="left").with_columns(
+        pl.col("empty_turns", "markup_turns").fill_null(0)
+    )
+    return facts.select(
+        "empty_questions", "empty_turns", markup_questions=pl.col("markup_questions") + pl.col("markup_turns")
+    )
+
+
 def _names_of_absent_images() -> pl.Expr:
-    """Return which images are absent, such as "before, after", or null if both images are present."""
-    names = [pl.when(_is_absent(side)).then(pl.lit(side)) for side in SIDES]
+    """Return which images are absent, such as "before, after", or null if all images are present."""
+    names = [pl.when(_is_absent(column)).then(name_of_image(column)) for column in IMAGE_COLUMNS]
     joined_names = pl.concat_str(names, separator=", ", ignore_nulls=True)
-    return pl.when(pl.any_horizontal(_is_absent(side) for side in SIDES)).then(joined_names)
+    return pl.when(pl.any_horizontal(_is_absent(column) for column in IMAGE_COLUMNS)).then(joined_names)
 
 
-def _verdict_if_unreadable(side: str) -> pl.Expr:
+def _verdict_if_unreadable(column: str) -> pl.Expr:
     """Return the verdict on an existing file that is not a valid image, or null for a valid or absent image."""
-    verdict = pl.col(f"{side}_image")
-    return pl.when((verdict != OK) & ~_is_absent(side)).then(verdict)
+    verdict = pl.col(f"{column}_verdict")
+    return pl.when((verdict != OK) & ~_is_absent(column)).then(verdict)
 
 
 def find_quarantined_rows(row_facts: pl.DataFrame, all_rules: list[Rule]) -> pl.DataFrame:

@@ -16,23 +16,31 @@ from pathlib import Path
 
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.tables import SIDES
 from m3diff.images.check import OK, check_images
-from m3diff.records.errors import DataError, Fault, command_to_read_again
+from m3diff.records.errors import DataError, Fault, command_to_read_again, format_count
 from m3diff.records.files import StageReport, write_atomic
-from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
+from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA
+from m3diff.records.tables import load_table, write_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.pairs import Finding, compare_images_of_pairs, list_findings
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rule_texts import describe_result, describe_rule
-from m3diff.stages.validate.rules import LEAK_RULE, SPLIT_RANKS, Rule, build_rules, compute_facts, find_quarantined_rows
+from m3diff.stages.validate.rules import (
+    IMAGE_COLUMNS,
+    LEAK_RULE,
+    SPLIT_RANKS,
+    Rule,
+    build_rules,
+    compute_facts,
+    find_quarantined_rows,
+    name_of_image,
+)
 from m3diff.stages.validate.suite import ExpectationResult, run_suite, unexpected_count_fault
-from m3diff.stages.validate.twins import find_twins, select_valid_pairs
+from m3diff.stages.validate.twins import find_twins, select_valid_pairs, select_valid_singles
 
 QUARANTINE_SCHEMA = pa.schema(
     [*RECORD_SCHEMA, pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
@@ -58,8 +66,10 @@ class ValidateCounts(BaseModel):
     """Counts of one dataset.
 
     Attributes:
-        pairs: number of clean pairs per split.
-        references: number of references of the clean pairs, per split.
+        pairs: number of clean image sets per split.
+        references: number of references of the clean records, per split.
+        questions: number of clean records with a question of their own, per split. Reports of earlier versions do not
+            contain this field.
         quarantined: number of quarantined rows.
         broken_rules: number of quarantined rows per rule. A row can break several rules.
         lost_test_pairs: "<id or source>: <reason>" for each quarantined test pair.
@@ -67,6 +77,7 @@ class ValidateCounts(BaseModel):
 
     pairs: dict[str, int]
     references: dict[str, int]
+    questions: dict[str, int] = {}
     quarantined: int
     broken_rules: dict[str, int]
     lost_test_pairs: list[str]
@@ -145,11 +156,11 @@ def validate(
     out: Path,
     protocol: str | None = None,
 ) -> ValidateReport:
-    """Write `records.parquet` (clean rows), `quarantine.parquet`, `docs/index.html` (the web page) and `report.json`.
+    """Write the tables `records` (clean rows) and `quarantine`, `docs/index.html` (the web page) and `report.json`.
 
     Args:
         cfg: the section `validate`.
-        entries: the datasets of the run. For each, `records/<name>/records.parquet` is read, in this order.
+        entries: the datasets of the run. For each, the table `records/<name>/records` is read, in this order.
         image_cache: Parquet file that caches verdicts by content. It does not change the output.
         records: folder with the records that ingest wrote.
         out: folder to write to.
@@ -175,20 +186,39 @@ def validate(
     assert report.rows_in == check_results.records.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
     faults = faults_of_report(cfg, report, rows, miscounts)
-    faults += faults_of_test_pairs(protocol, entries, rows.clean)
+    faults += faults_of_test_pairs(protocol, entries, rows)
     write_page(report, results, rows.quarantine, out / "docs", faults)
     for finding in report.findings:
         print(f"validate: {finding.dataset}: {finding.sentence}. The first is {finding.first[0]}")
     if rows.clean.filter(split="test").is_empty():
-        print("validate: no dataset has a test pair, so no model can be scored")
+        print(f"validate: {_fault_without_test_pairs(rows, out)}")
     if faults:
         page = out / "docs" / "index.html"
-        raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine.parquet", page=page)
+        raise DataError("validate.data_refused", faults=faults, quarantine=out / "quarantine", page=page)
     if rows.quarantine.height:
         bad_row = rows.quarantine.row(0, named=True)
-        count = rows.quarantine.height
-        print(f"validate: {count:,} rows are quarantined. The first is {bad_row['source']}: {bad_row['reason']}")
+        count = format_count(rows.quarantine.height, "row is", "rows are")
+        print(f"validate: {count} quarantined. The first is {bad_row['source']}: {bad_row['reason']}")
     return report
+
+
+def _fault_without_test_pairs(rows: SplitRows, out: Path) -> Fault:
+    """Return why no clean pair is in the test split: no row is in it, or all of its rows are quarantined."""
+    lost_pairs = rows.quarantine.filter(own_split="test")
+    if lost_pairs.is_empty():
+        return Fault("validate.no_test_pairs")
+    return Fault(
+        "validate.all_test_pairs_quarantined",
+        rows=lost_pairs.height,
+        first=_first_reason(lost_pairs),
+        quarantine=out / "quarantine",
+        page=out / "docs" / "index.html",
+    )
+
+
+def _first_reason(quarantine: pl.DataFrame) -> str:
+    """Return the source of the first quarantined row, and why it is quarantined."""
+    return f"{quarantine['source'][0]}: {quarantine['reason'][0]}"
 
 
 def _require_agreement(results: Sequence[ExpectationResult], check_results: CheckResults) -> None:
@@ -200,23 +230,28 @@ def _require_agreement(results: Sequence[ExpectationResult], check_results: Chec
 
 
 def check_records(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path) -> CheckResults:
-    """Check every row in `records/<name>/records.parquet`. This writes caches, but no outputs.
+    """Check every row in the tables `records/<name>/records`. This writes caches, but no outputs.
 
     Raises:
         DataError: records cannot be read, or an image has changed since ingest.
     """
-    files = [records / name / "records.parquet" for name in entries]
+    files = [records / name / "records" for name in entries]
     tables = [load_table(file, RAW_SCHEMA, "ingest", if_empty="validate.no_record") for file in files]
     table = add_image_columns(pl.concat([pl.DataFrame(table) for table in tables]))
-    images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, image_cache, "validate")
+    paths = pl.concat([table[column] for column in IMAGE_COLUMNS])
+    images = check_images(paths, cfg.max_image_pixels, image_cache, "validate")
     _require_unchanged_images(table, images, entries)
     pairs = select_valid_pairs(table, images)
+    singles = select_valid_singles(table, images)
     pair_cache = image_cache.with_name(f"pairs_of_{image_cache.name}")
     likeness = compare_images_of_pairs(pairs, table, cfg.compare_px, pair_cache, "validate")
-    twins = {
-        (split, searched_split): find_twins(pairs, split, searched_split, cfg.near_duplicate_max_diff)
-        for split, searched_split in COMPARED_SPLITS
-    }
+    twins = {}
+    for split, searched_split in COMPARED_SPLITS:
+        twins_of_size = [
+            find_twins(image_sets, split, searched_split, cfg.near_duplicate_max_diff)
+            for image_sets in (pairs, singles)
+        ]
+        twins[split, searched_split] = pl.concat(twins_of_size)
     leaks = twins["train", "test"]
     if cfg.allow_test_leakage:
         leaks = leaks.clear()
@@ -261,12 +296,12 @@ def find_rejection_faults(
             if count != expected:
                 miscounts.append(unexpected_count_fault(dataset, split, count, expected=expected))
     faults = faults_of_report(cfg, _build_report(check_results, rows), rows, miscounts, rows_always_allowed)
-    faults += faults_of_test_pairs(protocol, entries, rows.clean)
+    faults += faults_of_test_pairs(protocol, entries, rows)
     return faults
 
 
 def flag_counted_rows(check_results: CheckResults, allow_lost_test_pairs: bool) -> pl.Series:
-    """Return 1 for each row that counts towards the expected number of pairs, and 0 for each bad row.
+    """Return 1 for each row that counts towards the expected number of pairs, and 0 for each other row.
 
     A training pair that is quarantined because it is in a test set counts, because it is not missing from the dataset.
     A quarantined test pair counts if `allow_lost_test_pairs` is true. The report lists such pairs.
@@ -275,26 +310,38 @@ def flag_counted_rows(check_results: CheckResults, allow_lost_test_pairs: bool) 
     is_missing = pl.col("row").is_in(missing_rows["row"].to_list())
     if allow_lost_test_pairs:
         is_missing &= pl.col("own_split").ne_missing("test")
-    return check_results.facts.select(is_counted=(~is_missing).cast(pl.Int64))["is_counted"]
+    counted_rows = check_results.facts.select("own_split", "image_set", "question", is_counted=~is_missing)
+    if counted_rows["question"].is_not_null().any():
+        # the expected numbers are those of pairs, so several questions about a pair count once
+        is_first = pl.struct("is_counted", "own_split", "image_set").is_first_distinct()
+        counted_rows = counted_rows.with_columns(is_counted=pl.col("is_counted") & is_first)
+    return counted_rows["is_counted"].cast(pl.Int64)
 
 
 def add_image_columns(records: pl.DataFrame) -> pl.DataFrame:
-    """Add the columns `before`, `after`, `before_sha256` and `after_sha256`, which the checks read.
+    """Add columns for the images of each record, which the checks read.
 
-    They contain the paths and digests of `images`, and are null if a record has no such image.
+    The columns IMAGE_COLUMNS and their digests, such as `image_1_sha256`, contain the paths and digests of `images`.
+    They are null if a record has no such image. `image_count` is the number of images that the record should have: two
+    if it has captions, and otherwise those that it names.
     """
     columns: dict[str, pl.Expr] = {}
-    for position, side in enumerate(SIDES):
+    for position, column in enumerate(IMAGE_COLUMNS):
         image = pl.col("images").list.get(position, null_on_oob=True).struct
-        columns |= {side: image.field("uri"), f"{side}_sha256": image.field("sha256")}
-    return records.with_columns(**columns)
+        columns |= {column: image.field("uri"), f"{column}_sha256": image.field("sha256")}
+    is_caption = pl.col("question").is_null()
+    named_images = pl.col("images").list.len().cast(pl.Int64)
+    return records.with_columns(
+        **columns, image_count=pl.when(is_caption).then(len(IMAGE_COLUMNS)).otherwise(named_images)
+    )
 
 
 def _require_unchanged_images(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
     """Raise a DataError if the digest of any image differs from the digest in the records."""
     current_digests = images.select("path", current="digest")
     recorded_images = pl.concat(
-        table.select("source", "dataset", side=pl.lit(side), path=side, recorded=f"{side}_sha256") for side in SIDES
+        table.select("source", "dataset", side=name_of_image(column), path=column, recorded=f"{column}_sha256")
+        for column in IMAGE_COLUMNS
     )
     compared_images = recorded_images.drop_nulls("path").join(
         current_digests, on="path", how="left", maintain_order="left"
@@ -349,14 +396,13 @@ def read_expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[s
 
 def _split_and_write(check_results: CheckResults, out: Path) -> SplitRows:
     rows = _split_rows(check_results)
-    _write_table(rows.clean, RECORD_SCHEMA, out / "records.parquet")
-    _write_table(rows.quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
+    _write_frame(rows.clean, RECORD_SCHEMA, out / "records")
+    _write_frame(rows.quarantine, QUARANTINE_SCHEMA, out / "quarantine")
     return rows
 
 
-def _write_table(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
-    table = frame.select(schema.names).to_arrow().cast(schema)
-    pq.write_table(table, path, compression="zstd")
+def _write_frame(frame: pl.DataFrame, schema: pa.Schema, table: Path) -> None:
+    write_table(frame.select(schema.names).to_arrow().cast(schema), table)
 
 
 def _split_rows(check_results: CheckResults) -> SplitRows:
@@ -402,10 +448,13 @@ def _build_report(check_results: CheckResults, rows: SplitRows) -> ValidateRepor
 def _count_dataset(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
     """Return the counts of one dataset, from its clean and bad rows."""
     references = pl.col("references").list.len().sum()
-    by_split = clean.group_by("split").agg(pairs=pl.len(), references=references).sort("split")
+    image_sets = pl.col("image_set").n_unique()
+    questions = pl.col("question").count()
+    by_split = clean.group_by("split").agg(pairs=image_sets, references=references, questions=questions).sort("split")
     return ValidateCounts(
         pairs=dict(by_split.select("split", "pairs").iter_rows()),
         references=dict(by_split.select("split", "references").iter_rows()),
+        questions=dict(by_split.filter(pl.col("questions") > 0).select("split", "questions").iter_rows()),
         quarantined=quarantine.height,
         broken_rules=dict(quarantine["rules"].explode().value_counts().sort("rules").iter_rows()),
         lost_test_pairs=list_lost_test_pairs(clean, quarantine),
@@ -427,7 +476,7 @@ def write_page(
     Args:
         report: the stage's report.
         results: results of the expectations, as `run_suite` returns them.
-        quarantine: the rows of `quarantine.parquet`.
+        quarantine: the rows of the table `quarantine`.
         site: folder of the page.
         faults: the faults for which the data is rejected. They are listed at the top of the page.
     """
@@ -554,12 +603,21 @@ def count_allowed_rows(share: float, rows: int, rows_always_allowed: int = MIN_A
     return rows_by_share
 
 
-def faults_of_test_pairs(
-    protocol: str | None, entries: Mapping[str, DatasetEntry], clean: pl.DataFrame
-) -> Iterator[Fault]:
+def faults_of_test_pairs(protocol: str | None, entries: Mapping[str, DatasetEntry], rows: SplitRows) -> Iterator[Fault]:
     """Yield a fault if the dataset with which the gate scores models has no clean test pairs."""
     if protocol is None:
         return
     dataset = protocol.partition("/")[0]
-    if dataset in entries and clean.filter(dataset=dataset, split="test").is_empty():
+    if dataset not in entries or not rows.clean.filter(dataset=dataset, split="test").is_empty():
+        return
+    lost_pairs = rows.quarantine.filter(dataset=dataset, own_split="test")
+    if lost_pairs.is_empty():
         yield Fault("ingest.no_test_pair", dataset=dataset, protocol=protocol)
+    else:
+        yield Fault(
+            "validate.no_clean_test_pair",
+            dataset=dataset,
+            protocol=protocol,
+            rows=lost_pairs.height,
+            first=_first_reason(lost_pairs),
+        )

@@ -1,9 +1,10 @@
 """Find twins, which are pairs with the same images in different splits. A training pair with a twin in test is a leak.
 
 Two pairs are twins if both of their images are the same, in the same or the reverse order, even in different datasets.
-Two images are the same if their files have the same SHA-256, or if they look the same: no grey level of their 8x8
-thumbnails differs by more than a limit. Re-encoding and resizing change a grey level by 1 or 2, and a moved object
-changes it by more. Two pairs that share only one image are not twins, because datasets share images between splits.
+A single image is compared with single images, as if it were a pair of itself. Two images are the same if their files
+have the same SHA-256, or if they look the same: no grey level of their 8x8 thumbnails differs by more than a limit.
+Re-encoding and resizing change a grey level by 1 or 2, and a moved object changes it by more. Two pairs that share only
+one image are not twins, because datasets share images between splits.
 """
 
 import numpy as np
@@ -40,10 +41,25 @@ def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFr
     contents = ("content", "content_after")
     return (
         records.with_row_index("row")
-        .select("row", "id", "split", "before", "after")
+        .filter(pl.col("image_2").is_not_null())
+        .select("row", "id", "split", before="image_1", after="image_2")
         .join(valid_images, left_on="before", right_on="path")
         .join(valid_images, left_on="after", right_on="path", suffix="_after")
         .with_columns(low=pl.min_horizontal(contents), high=pl.max_horizontal(contents))
+        .sort("row")
+    )
+
+
+def select_valid_singles(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
+    """Return the records with a single image that is valid, as pairs of this image, in the form of `find_twins`."""
+    valid_images = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
+    contents = {name: pl.col("content") for name in ("content_after", "low", "high")}
+    return (
+        records.with_row_index("row")
+        .filter(pl.col("image_count") == 1)
+        .select("row", "id", "split", before="image_1", after="image_1")
+        .join(valid_images, left_on="before", right_on="path")
+        .with_columns(thumb_after="thumb", **contents)
         .sort("row")
     )
 

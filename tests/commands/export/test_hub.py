@@ -14,8 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -31,15 +29,26 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Permission
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import MANIFEST, export_checkpoint, load_model, read_manifest, verify_manifest
+from m3diff.models.processing import pad_prompts
 from m3diff.records.errors import DataError, Fault, command_to_read_again, wording
 from m3diff.records.files import sha256
-from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from tests.errors import Message, raises
-from tests.layouts import list_images, make_entry, uris_of
+from tests.layouts import list_images, make_entry, uris_of, write_record_table
 from tests.models.llava15 import write_llava15
-from tests.tiny import BASE, MDP, SEPARATE, colour_image, onediff_settings, tiny_base, tiny_checkpoint, tiny_settings
+from tests.tiny import (
+    BASE,
+    MDP,
+    SEPARATE,
+    colour_image,
+    image_inputs,
+    onediff_settings,
+    pair_prompt,
+    tiny_base,
+    tiny_checkpoint,
+    tiny_settings,
+)
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 from tests.toy import REPOSITORY
 
@@ -111,8 +120,7 @@ def record(images: Path, number: int) -> dict[str, Any]:
 
 
 def write_records(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), folder / "records.parquet")
+    write_record_table(folder / "records", rows)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -137,8 +145,8 @@ def generate_tokens(run: Params, pairs: list[tuple[str, str]], question: str) ->
     decoding |= {"pad_token_id": processor.pad_id}
     rows = []
     for before, after in pairs:
-        prepared = [processor.prepare_image(load_image(path)) for path in (before, after)]
-        inputs = {**processor.prompt_inputs([question]), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
+        images = [load_image(path) for path in (before, after)]
+        inputs = pad_prompts([pair_prompt(processor, question)], processor.pad_id) | image_inputs(processor, [images])
         with torch.inference_mode():
             tokens = model.generate(**inputs, **decoding)[0, inputs["input_ids"].shape[1] :]
         rows.append([token for token in tokens.tolist() if token != processor.pad_id])
@@ -321,7 +329,7 @@ def test_a_prompt_has_the_inputs_that_the_model_takes(case, answers):
     prompt = answers[case.name]["saved, prompt"]
     processor = trained(case.run.paths.model / "checkpoint")[1]
     pair_inputs = ["batch_num_images", "image_sizes"] if case.has_module else []
-    assert prompt["input_ids"] == processor.prompt_inputs([QUESTION])["input_ids"].tolist()
+    assert prompt["input_ids"] == [list(pair_prompt(processor, QUESTION))]
     assert prompt["inputs"] == sorted(["attention_mask", "input_ids", "pixel_values", *pair_inputs])
 
 
@@ -437,7 +445,8 @@ def test_no_file_names_a_path_of_this_machine(case: Shared) -> None:
 
 def test_the_code_is_the_family_s_and_auto_map_names_its_classes(case: Shared) -> None:
     code = {path.stem for path in case.folder.glob("*.py")}
-    expected = {"images", "colour", "jpeg", "contents", "errors", "called", "processing", f"processing_{case.family}"}
+    expected = {"images", "colour", "jpeg", "contents", "errors", "sample", "prepared", "called", "processing"}
+    expected.add(f"processing_{case.family}")
     config = read_json(case.folder / "config.json")
     if case.has_module:
         expected |= {"settings", "layers", "llava", f"{case.family}_model"}
@@ -634,7 +643,7 @@ def test_a_missing_checkpoint_is_refused_before_anything_is_written(shared, tmp_
 
 
 def test_an_example_whose_images_changed_since_ingest_is_refused(shared, tmp_path):
-    rows = pq.read_table(shared.run.paths.clean / "records.parquet").to_pylist()
+    rows = pq.read_table(shared.run.paths.clean / "records").to_pylist()
     for row in rows:
         row["images"][1]["sha256"] = bytes(32)
     write_records(tmp_path / "clean", rows)

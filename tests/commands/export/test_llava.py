@@ -1,6 +1,7 @@
 """The mixture as LLaVA records."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 
 from m3diff.commands.export.llava import export_llava
 from m3diff.records.errors import DataError
+from m3diff.records.tables import read_table
 from m3diff.stages.convert import stage as convert_stage
+from m3diff.stages.convert.params import Convert
+from m3diff.stages.ingest.stage import ingest
 from tests.errors import raises
-from tests.layouts import make_entry
-from tests.stages.convert.test_convert import record
+from tests.layouts import make_entry, run_validate, save_picture
+from tests.stages.convert.test_convert import LIMITS, QUESTIONS, record
 from tests.stages.convert.test_convert import run as convert
 
 ENTRIES = {"d": make_entry("pairs", Path())}
@@ -76,6 +80,80 @@ def test_every_record_of_every_shard_is_written_in_order(out, tmp_path, monkeypa
     assert export_llava(ENTRIES, tmp_path / "mixture", out) == {"train": 8}
     assert len(list((tmp_path / "mixture/train").iterdir())) == 4
     assert [record["id"] for record in read_records(out / "train.json")] == samples["id"].to_list()
+
+
+def test_a_dialogue_has_a_tag_for_each_image_and_all_turns(out, tmp_path):
+    history = [{"question": "How many?", "answer": "two"}]
+    one_image = record("a")["images"][:1]
+    fields = {"question": "Where?", "history": history}
+    records = [
+        record("a") | fields,
+        record("b") | fields | {"images": one_image},
+        record("c") | fields | {"images": []},
+        record("e") | fields | {"question": "And in <image>?", "images": one_image},
+    ]
+    convert(tmp_path, records)
+    export_llava(ENTRIES, tmp_path / "mixture", out)
+    by_id = {exported["id"]: exported for exported in read_records(out / "train.json")}
+    texts = {name: [message["value"] for message in exported["conversations"]] for name, exported in by_id.items()}
+    assert texts == {
+        "d/a#0": ["<image><image>\nHow many?", "two", "Where?", "it moved"],
+        "d/b#0": ["<image>\nHow many?", "two", "Where?", "it moved"],
+        "d/c#0": ["How many?", "two", "Where?", "it moved"],
+        "d/e#0": ["How many?", "two", "And in <image>?", "it moved"],
+    }
+    assert by_id["d/a#0"]["images"] == ["a.png", "a_2.png"]
+    assert "image" not in by_id["d/c#0"]
+
+
+def test_what_was_exported_is_read_as_the_same_samples(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "raw"
+    root.mkdir()
+    images = [save_picture(root / f"{number}.png", number).name for number in range(4)]
+    turns = [("How many?", "two"), ("Where?", "left"), ("Why <image>?", "x")]
+    talk = [{"role": role, "content": text} for turn in turns for role, text in zip(ROLES, turn, strict=True)]
+    rows = []
+    for split, number in (("train", 0), ("val", 2)):
+        pair = images[number : number + 2]
+        rows.append({"images": pair, "messages": talk[:4], "split": split})
+        rows.append(
+            {"images": pair, "messages": [talk[0], {"role": "assistant", "content": ["one", "2"]}], "split": split}
+        )
+        rows.append({"images": pair[:1], "messages": talk[4:], "split": split})
+        rows.append({"images": [], "messages": talk[2:4], "split": split})
+    (root / "m.json").write_text(json.dumps(rows))
+    columns = {"images": "images", "captions": "messages"}
+    samples = samples_of(root, {"manifest": "m.json", "columns": columns}, tmp_path / "first")
+    export_llava(ENTRIES, tmp_path / "first/mixture", out)
+    options = {
+        "manifest": {"train": "llava/train.json", "val": "llava/val.json"},
+        "columns": {"images": "image", "captions": "conversations", "id": None},
+    }
+    samples_read_back = samples_of(tmp_path, options, tmp_path / "second")
+    assert len(samples) == 2 * 5
+    assert samples_read_back == samples
+
+
+ROLES = ("user", "assistant")
+QUESTIONS_FILE = QUESTIONS.absolute()
+
+
+def samples_of(root: Path, options: dict[str, Any], folder: Path) -> list[tuple[Any, ...]]:
+    """Return what the samples of a table are about, in any order of the image sets."""
+    entries = {"d": make_entry("pairs", root.relative_to(Path.cwd()), **options)}
+    ingest("d", entries["d"], folder / "cache.parquet", folder / "records")
+    run_validate(folder, entries, near_duplicate_max_diff=None)
+    convert_stage.convert(
+        Convert.model_validate(LIMITS | {"questions": QUESTIONS_FILE}), entries, folder / "clean", folder / "mixture"
+    )
+    samples = []
+    for split in ("train", "val"):
+        for sample in read_table(folder / "mixture" / split).to_pylist():
+            uris = tuple(os.path.normpath(image["uri"]) for image in sample["images"])
+            history = tuple((turn["question"], turn["answer"]) for turn in sample["history"])
+            samples.append((split, uris, history, sample["question"], sample["answer"]))
+    return sorted(samples)
 
 
 def test_a_split_without_a_reference_is_an_empty_list(out, tmp_path):

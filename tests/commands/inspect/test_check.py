@@ -79,6 +79,12 @@ def test_the_option_that_answers_a_doubt_keeps_the_texts_that_it_has(placeholder
     assert "{no_caption: ['-', nan]}" in str(refused.value)
 
 
+def test_pairs_without_a_caption_are_counted_with_their_rows(placeholder_root):
+    options = CAPTION_COLUMN | {"no_caption": ["nan"]}
+    _, output = check_folder(placeholder_root, {"reader": "pairs", "root": str(placeholder_root), "options": options})
+    assert "  pairs without a caption, which are skipped: 1\n    data.csv, line 2" in output
+
+
 def test_pairs_whose_captions_stand_for_none_are_passed_over_and_counted(tmp_path, capsys):
     root = tmp_path / "raw"
     write_captions(root, ["nan"], ["a car left", "NaN "], ["-"], ["a tree was cut"])
@@ -222,6 +228,50 @@ def test_a_partly_fetched_dataset_keeps_its_layout(tmp_path):
     edit_json(root / "train.json", lambda rows: rows[0].pop("sents"))
     (root / "test.json").unlink()
     assert check(root, {})[0][0] == f"{root} looks like iedit"
+
+
+# Files of other data that have the names of a published dataset's annotation files
+CAPTIONS_BY_NAME = {"a lamp.png": ["the lamp is gone"]}
+RECORDS_OF_OTHERS = [{"picture": "0.png", "text": "the lamp is gone"}]
+FILES_OF_OTHERS: dict[str, dict[str, Any]] = {
+    "captions by name": {"captions.json": CAPTIONS_BY_NAME},
+    "captions of COCO": {"captions.json": {"images": [{"id": 1}], "annotations": [{"image_id": 1, "caption": "x"}]}},
+    "captions and splits by name": {"captions.json": CAPTIONS_BY_NAME, "split.json": {"train": ["a lamp.png"]}},
+    "splits": {"splits.json": {"train": [1, 2], "val": [3], "test": [4]}},
+    "a record per split": {f"{split}.json": RECORDS_OF_OTHERS for split in ("train", "valid", "test")},
+    "annotations of train": {"annotations/train.json": RECORDS_OF_OTHERS},
+    "data of train": {"data/train.json": RECORDS_OF_OTHERS},
+    "a rule": {"grammar.json": {"rules": []}},
+}
+
+
+@pytest.mark.parametrize("files", FILES_OF_OTHERS.values(), ids=FILES_OF_OTHERS)
+def test_a_file_name_alone_is_no_published_dataset(tmp_path, files):
+    root = tmp_path / "above" / "dataset"
+    for name, value in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_json(root / name, value)
+    with raises(DataError, "check.unknown_layout", path=root):
+        check(root, {})
+
+
+@pytest.mark.parametrize("split", ["train", "dev", "validation", "test"])
+def test_the_files_of_the_hub_alone_are_no_published_dataset(tmp_path, split):
+    root = tmp_path / "above" / "dataset"
+    row = {"before": layouts.stored(1), "after": layouts.stored(2), "caption": "the lamp is gone"}
+    layouts.write_shards(root, split, [row])
+    with raises(DataError, "check.unknown_layout", path=root) as refused:
+        check(root, {})
+    *_, fault = refused.value.fields["faults"]
+    assert fault.fields["command"] == f"m3diff data check {root / 'data'}"
+
+
+def test_captions_of_clevr_dc_are_recognised_before_anything_else_is_downloaded(tmp_path):
+    write_json(tmp_path / "captions.json", {"10": ["the cube has moved"], "9": ["the cube is gone"]})
+    lines, is_sound = check(tmp_path, {})
+    assert not is_sound
+    assert lines[0] == f"{tmp_path} looks like clevr_dc"
+    assert "  MISSING split.json" in lines
 
 
 def test_a_folder_above_the_data_is_refused_with_the_command_for_it(tmp_path):

@@ -1,6 +1,9 @@
 """What `m3diff data check` says of folders as people have them: read, asked about, refused or mended."""
 
+import os
 import subprocess
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from tests.commands.inspect.folders import (
     printed_entries,
 )
 from tests.errors import Message, raises
-from tests.layouts import run_ingest, save_picture
+from tests.layouts import run_ingest, save_picture, write_json
 
 # A folder's name in which a shell and a pattern would each take some signs for something else
 AWKWARD_NAME = "it's #1 & 100% Köln [x] $HOME"
@@ -65,6 +68,8 @@ READ = [
     # conversations
     FolderCase("question_of_the_task", ("captions: conversations",)),
     numbered("llava", ("like pairs", "conversations, id: null}", "split: train")),
+    FolderCase("several_questions", ("captions: conversations", "questions of their own: 4 of 4 rows")),
+    FolderCase("question_in_a_column", ("question: question", "questions of their own: 4 of 4 rows")),
 ]
 
 FOLDERS_WITH_QUESTIONS = [
@@ -85,19 +90,6 @@ FOLDERS_WITH_QUESTIONS = [
     FolderCase("semicolons_between_captions", ("separator: ;",)),
     FolderCase("placeholder_in_test", (Message("datasets.captions_say_nothing", value="None", tested=1),)),
     FolderCase("empty_caption_in_test", ("no_caption: ['']",)),
-    FolderCase(
-        "several_questions",
-        (
-            Message(
-                "datasets.captions_answer_questions", questions="'What changed?' (2); 'How many boxes are there?' (2)"
-            ),
-            "where: {conversations.0.value:",
-        ),
-    ),
-    FolderCase(
-        "question_in_a_column",
-        (Message("datasets.captions_answer_questions", questions="'How many?' (4)"), "question: question"),
-    ),
 ]
 
 IN_DOUBT = [
@@ -116,6 +108,16 @@ def found_at(value: str, file: str) -> Message:
     """The advice that a missing image is at another path."""
     return Message("check.image_at_other_path", value=value, file=file)
 
+
+def found_below(folder: str, value: str) -> Message:
+    """The advice that the paths begin with a folder of another computer."""
+    return Message("check.image_below_foreign_folder", value=value, file="a b/0.png", folder=folder)
+
+
+NAMED_ON_OTHER_COMPUTER = [
+    (OTHER_FOLDER("path_of_another_computer"), "/mnt/x.y/"),
+    (OTHER_FOLDER("path_out_of_the_root"), "../"),
+]
 
 REFUSED = [
     # tables that cannot be read
@@ -168,10 +170,10 @@ REFUSED = [
             Message("check.image_of_row_is_missing", value="9.png", source="pairs.json, record 0"),
         ),
     ),
-    OTHER_FOLDER("path_of_another_computer", (found_at("/mnt/x.y/a b/0.png", "a b/0.png"),)),
+    OTHER_FOLDER("path_of_another_computer", (found_below("/mnt/x.y/", "/mnt/x.y/a b/0.png"),)),
     OTHER_FOLDER("path_of_windows", (found_at(r"C:\data\a b\0.png", "a b/0.png"),)),
     OTHER_FOLDER("file_address", (found_at("file:///mnt/x/a%20b/0.png", "a b/0.png"),)),
-    OTHER_FOLDER("path_out_of_the_root", (found_at("../a b/0.png", "a b/0.png"),)),
+    OTHER_FOLDER("path_out_of_the_root", (found_below("../", "../a b/0.png"),)),
     OTHER_FOLDER("backslashes", (found_at(r"a b\0.png", "a b/0.png"),)),
     numbered("absolute_path_out_of_the_root", (Message("check.image_outside_root", value="/mnt/9.png"),)),
     numbered("capitals_in_a_name", (found_at("0.PNG", "0.png"),)),
@@ -184,9 +186,18 @@ MENDED_BY_COMMAND = [
     (numbered("gzip_called_csv"), "files.gzip"),
 ]
 
+NAMED_OTHERWISE = "check.columns_differ_by_file"
+CAPTION_COLUMNS = {"captions": ["instruction", "prompt"]}
 MENDED_BY_OPTION = [
     (numbered("unknown_split", ("'part 3'",)), "check.unknown_splits", {"splits": {"part 3": "train"}}),
     (numbered("rows_that_are_no_pairs"), "check.rows_without_pair", {"pairs_only": True}),
+    (FolderCase("captions_named_by_file"), NAMED_OTHERWISE, {"columns": CAPTION_COLUMNS}),
+    (FolderCase("captions_named_by_header"), NAMED_OTHERWISE, {"columns": CAPTION_COLUMNS}),
+    (
+        FolderCase("images_named_by_file"),
+        NAMED_OTHERWISE,
+        {"columns": {"before": ["input", "source"], "after": ["output", "target"]}},
+    ),
     (numbered("id_twice"), "check.ids_of_several_pairs", {"columns": {"id": None}}),
 ]
 
@@ -301,6 +312,75 @@ def test_the_printed_option_mends_the_entry(tmp_path, case, code, options):
     entry["options"] = entry.get("options", {}) | options
     is_sound, output = check_folder(root, entry)
     assert is_sound, output
+
+
+@pytest.mark.parametrize(("case", "folder"), NAMED_ON_OTHER_COMPUTER, ids=str)
+def test_deleting_the_folder_of_another_computer_mends_the_table(tmp_path, case, folder):
+    root = case.write(tmp_path / "raw")
+    table = root / "pairs.csv"
+    is_sound, output = check_folder(root)
+    assert not is_sound
+    assert Message("check.image_below_foreign_folder", folder=folder, tables=[table.name]).in_text(output)
+    table.write_text(table.read_text().replace(folder, ""))
+    is_sound, output = check_folder(root)
+    assert is_sound, output
+
+
+def save_to_disk(folder: Path, splits: Sequence[str]) -> None:
+    """Write pairs with the library `datasets`: a DatasetDict with a pair per split, or a Dataset if there are none."""
+    import datasets  # takes seconds, which the quick tests of this file need not
+
+    draw_images_in_folders(folder.parent)
+    parts = {}
+    for number, split in enumerate(splits or ["train"]):
+        paths = {"before": [str(folder.parent / f"p/{number}.png")], "after": [str(folder.parent / f"q/{number}.png")]}
+        part = datasets.Dataset.from_dict(paths | {"caption": [f"lamp {number} is gone"]})
+        for column in paths:
+            part = part.cast_column(column, datasets.Image())
+        parts[split] = part
+    saved = datasets.DatasetDict(parts) if splits else parts["train"]
+    saved.save_to_disk(str(folder))
+
+
+SAVED = {"Dataset": [], "DatasetDict": ["train", "validation", "test"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", SAVED.values(), ids=SAVED)
+def test_the_command_for_a_saved_dataset_exports_its_pairs(tmp_path, splits):
+    folder = tmp_path / AWKWARD_NAME / "saved"
+    save_to_disk(folder, splits)
+    (fault,) = [fault for fault in faults_of_unknown_layout(folder) if fault.code == "check.saved_by_datasets"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", fault.fields["command"]], check=True, env=environment)
+    out = folder.with_name("saved-parquet")
+    (entry,) = printed_entries(check_folder(out)[1])
+    is_sound, output = check_folder(out, entry)
+    assert is_sound, output
+    pairs_by_split = dict(line.split()[:2] for line in count_lines(output))
+    assert [pairs_by_split[split] for split in ("train", "val", "test")] == (["1"] * 3 if splits else ["1", "0", "0"])
+
+
+@pytest.mark.parametrize("names", [["state.json", "dataset_info.json"], ["dataset_dict.json"]], ids=SAVED)
+def test_a_saved_dataset_is_no_table_and_is_found_from_the_folder_above(tmp_path, names):
+    folder = tmp_path / "above" / "saved"
+    folder.mkdir(parents=True)
+    for name in names:
+        write_json(folder / name, {"features": {"caption": {"dtype": "string"}}})
+    (folder / "data-00000-of-00001.arrow").touch()
+    for checked_folder in (folder, folder.parent):
+        faults = faults_of_unknown_layout(checked_folder)
+        assert [fault.fields["path"] for fault in faults if fault.code == "check.saved_by_datasets"] == [folder]
+        assert {fault.code for fault in faults} <= {"check.saved_by_datasets", "check.no_pairs"}
+
+
+def test_a_saved_dataset_is_exported_beside_the_folder_that_is_checked_from_inside(tmp_path, monkeypatch):
+    (tmp_path / "saved").mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / "saved" / name).write_text("{}")
+    monkeypatch.chdir(tmp_path / "saved")
+    (fault,) = faults_of_unknown_layout(Path())
+    assert str(tmp_path / "saved-parquet") in fault.fields["command"]
 
 
 def test_a_folder_above_the_table_is_refused_with_the_command_for_it(tmp_path):

@@ -150,7 +150,7 @@ def test_the_command_exits_3_and_shows_what_is_counted(tmp_path, capsys, monkeyp
     params.write_text(yaml.safe_dump(profile))
     shutil.copy(root / "0.png", root / "1.png")
     assert main(["--params", str(params), "data", "check", str(root)]) == 0
-    assert "1 images are the before-image of pairs in several splits" in capsys.readouterr().out
+    assert "1 image is the before-image of pairs in several splits" in capsys.readouterr().out
     assert (tmp_path / "runs/image_cache.parquet").is_file()
     (root / "5.png").write_bytes(POINTER)
     assert main(["--params", str(params), "data", "check", str(root)]) == DATA_REFUSED

@@ -173,7 +173,7 @@ def test_a_training_whose_gate_has_no_test_pair_is_refused_by_validate(without_s
         run_stages(tmp_path, name, entry)
     assert Message("ingest.no_test_pair", dataset="fotos", protocol="fotos/test").in_text(str(refused.value))
     assert json.loads((tmp_path / "clean/report.json").read_text())["datasets"][name]["pairs"] == {"train": PAIRS}
-    assert "no dataset has a test pair" in capsys.readouterr().out
+    assert Message("validate.no_test_pairs").in_text(capsys.readouterr().out)
 
 
 def test_a_column_of_a_split_without_test_is_told_to_name_test_pairs(tmp_path):

@@ -7,8 +7,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -16,9 +14,9 @@ from m3diff.commands.inspect.statistics import LONG, write_statistics
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Permission
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA
+from m3diff.records.schemas import NO_CHANGE
 from tests.errors import Message, raises
-from tests.layouts import list_images, save_picture, uris_of
+from tests.layouts import list_images, save_picture, uris_of, write_record_table
 
 
 def record(name: str, split: str = "train", references: tuple[str, ...] = ("it moved",), types=("color",), dataset="d"):
@@ -38,7 +36,7 @@ def write_clean(folder: Path, records: list[dict]) -> Path:
     for number, row in enumerate(records):
         before = save_picture(folder / f"{number}.png", number)
         row["images"] = list_images(before, save_picture(folder / f"{number}_2.png", number, 90))
-    pq.write_table(pa.Table.from_pylist(records, schema=RECORD_SCHEMA), folder / "records.parquet")
+    write_record_table(folder / "records", records)
     return folder
 
 
@@ -109,7 +107,7 @@ def test_a_part_of_a_dataset_has_its_licence(tmp_path):
 
 
 def test_statistics_need_clean_records(tmp_path):
-    with raises(DataError, "check.no_clean_records", path=tmp_path / "none/records.parquet"):
+    with raises(DataError, "check.no_clean_records", path=tmp_path / "none/records"):
         write_statistics(tmp_path / "none")
 
 

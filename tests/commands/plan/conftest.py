@@ -1,6 +1,6 @@
 """A toy family, its runs and mixtures, whose costs are counted by hand."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.family import Family
 from m3diff.models.flops import Term
 from m3diff.models.settings import Align, Lora
+from m3diff.records.sample import Turn
 from m3diff.settings.compute import Compute, Gpu
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.ingest.params import DatasetEntry
@@ -79,10 +80,14 @@ class ToyConfig:
 class WordProcessor:
     """Makes a token of each word. A prompt also has the images and one more token, a reference its end."""
 
-    def encode_prompt(self, question: str) -> tuple[int, ...]:
-        return (0,) * (IMAGE_TOKENS + len(question.split()) + 1)
+    def marks(self, images: int) -> tuple[str, ...]:
+        return (IMAGE_TOKENS // images * "<image>",) * images
 
-    def encode_reference(self, text: str) -> list[int]:
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
+        (turn,) = turns
+        return (0,) * ("".join(marks).count("<image>") + len(turn.question.split()) + 1)
+
+    def encode_answer(self, text: str) -> list[int]:
         return [0] * (len(text.split()) + 1)
 
 
@@ -124,7 +129,7 @@ def toy_family(monkeypatch: pytest.MonkeyPatch) -> Family:
 
 TRAIN = {"model": "toy", "base": "no_base", "seed": 1, "max_captions_per_sequence": 1, "global_batch": 4, "epochs": 1}
 TRAIN |= {"warmup_share": 0, "schedule": "cosine", "weight_decay": 0, "max_grad_norm": 1, "precision": "bf16"}
-CONVERT = {"seed": 1, "questions": "questions.yaml", "references_per_pair": 12, "no_change_share": 1, "sources": {}}
+CONVERT = {"seed": 1, "questions": "questions.yaml", "references_per_question": 12, "no_change_share": 1, "sources": {}}
 
 
 def train_section(**changes: object) -> Train:
@@ -158,7 +163,7 @@ def write_mixture(folder: Path, rows: list[tuple[str, str, str, str]] = ROWS, sh
     size = -(-len(rows) // shards)
     for shard in range(shards):
         columns = [list(column) for column in zip(*rows[shard * size : (shard + 1) * size], strict=True)]
-        table = pa.table(columns, names=["record", "dataset", "question", "answer"])
+        table = pa.table(columns, names=["image_set", "dataset", "question", "answer"])
         pq.write_table(table, folder / f"train/{shard:05d}.parquet")
     return folder
 

@@ -55,7 +55,7 @@ def test_the_pairs_and_captions_that_train_are_counted_without_an_image(own_entr
     ("source", "pairs", "references"),
     [
         pytest.param(MixtureSource(weight=2), 96, 188, id="each pair twice"),
-        pytest.param(MixtureSource(max_pairs=10, references_per_pair=1), 10, 10, id="caps"),
+        pytest.param(MixtureSource(max_pairs=10, references_per_question=1), 10, 10, id="caps"),
         pytest.param(MixtureSource(samples="joined"), 48, 48, id="joined"),
     ],
 )

@@ -135,8 +135,8 @@ def test_test_pairs_have_the_time_in_which_they_are_read(plan):
 def test_pairs_captions_and_steps_of_an_epoch_are_named(plan):
     line = line_of(plan(epochs=2), "data:")
     assert "4 pairs with 7 captions" in line
-    assert "2 step(s) of 4 sequences per epoch" in line
-    assert "4 step(s) in 2 epoch(s)" in line
+    assert "2 steps of 4 sequences per epoch" in line
+    assert "4 steps in 2 epochs" in line
 
 
 def test_lora_is_explained(plan):

@@ -98,7 +98,7 @@ def test_references_that_no_paper_counts_are_what_the_other_sources_leave():
     ],
 )
 def test_weights_and_caps_of_convert_apply(source, references_per_pair, pairs, references):
-    convert = convert_section(sources={"birds_to_words": source}, references_per_pair=references_per_pair)
+    convert = convert_section(sources={"birds_to_words": source}, references_per_question=references_per_pair)
     assert published("birds_to_words", convert=convert).counts_by_dataset == {"birds_to_words": (pairs, references)}
 
 
@@ -111,7 +111,7 @@ def test_a_joined_reference_is_as_long_as_all_references_of_its_pair():
 
 
 def test_a_cap_is_shared_out_over_the_splits_to_the_unit():
-    convert = convert_section(references_per_pair=None, sources={"birds_to_words": {"max_pairs": 999}})
+    convert = convert_section(references_per_question=None, sources={"birds_to_words": {"max_pairs": 999}})
     workload = published("birds_to_words", convert=convert, train_on=TRAIN_AND_VAL)
     assert [share.pairs for share in workload.shares] == [891, 108]  # of 2,685 and 325
     assert workload.references == round(999 * 14_417 / 3_010)

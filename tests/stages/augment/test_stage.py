@@ -157,7 +157,7 @@ def test_no_made_pair_leaks_over_splits(kind, tmp_path):
     assert report.quarantined == 0
     assert report.leaks == 0
     assert sum(report.overlaps.values()) == 0
-    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    clean = pl.read_parquet(tmp_path / "clean/records")
     assert set(clean["dataset"]) == {"mini", "made"}
     images = clean.explode("images").with_columns(digest=pl.col("images").struct.field("sha256"))
     splits = images.group_by("digest").agg(pl.col("split").n_unique(), pl.col("dataset").n_unique())
@@ -403,7 +403,7 @@ BLOCKS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE
 
 def test_the_documented_entry_is_valid_and_the_profile_makes_one_of_each_kind(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    values = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
+    values = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     values["augment"] = BLOCKS[0]["augment"]
     values["ingest"]["datasets"] |= BLOCKS[0]["ingest"]["datasets"]
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))

@@ -1,11 +1,11 @@
 """The stage `convert`: every draw depends only on seed and id, and the report counts everything that is left out."""
 
 import hashlib
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -15,10 +15,10 @@ from m3diff.stages.convert import stage
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.convert.stage import PAPER_DATASETS, ConvertReport, convert, load_questions, require_test_pairs
 from tests.errors import raises
-from tests.layouts import make_entry
+from tests.layouts import make_entry, write_record_table
 
 QUESTIONS = Path("profiles/questions.yaml")
-LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_pair": 5, "no_change_share": 1.0, "sources": {}}
+LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_question": 5, "no_change_share": 1.0, "sources": {}}
 READERS = {"edits": "iedit", "birds": "birds_to_words"}  # of datasets of these names; `pairs` of all others
 
 
@@ -32,7 +32,7 @@ def record(name: str, split: str = "train", references: tuple[str, ...] = ("it m
 def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, ConvertReport]:
     """Convert records. Return the samples of all splits in the order of the shards, and the report."""
     (folder / "clean").mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(records, schema=RECORD_SCHEMA), folder / "clean/records.parquet")
+    write_record_table(folder / "clean/records", records)
     names = dict.fromkeys(record["dataset"] for record in records)
     entries = {}
     for name in names:
@@ -66,11 +66,11 @@ def mixed(count: int, *splits: str) -> list[dict]:
 
 SOURCES = {
     "half": {"weight": 0.4, "task": "edit"},
-    "twice": {"weight": 2, "samples": "one", "references_per_pair": 5},
+    "twice": {"weight": 2, "samples": "one", "references_per_question": 5},
     "few": {"max_pairs": 7},
     "joined": {"samples": "joined", "task": "detail", "weight": 2},
-    "all": {"references_per_pair": "all"},
-    "three": {"references_per_pair": 3},
+    "all": {"references_per_question": "all"},
+    "three": {"references_per_question": 3},
     "none": {"weight": 0},
     "nothing": {"max_pairs": 0},
 }
@@ -81,7 +81,7 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     count = 60
     names = [*SOURCES, "edits", "birds"]
     records = [record(str(n), references=references, dataset=name) for name in names for n in range(count)]
-    samples, report = run(tmp_path, records, references_per_pair=2, sources=SOURCES)
+    samples, report = run(tmp_path, records, references_per_question=2, sources=SOURCES)
     half = report.datasets["half"].pairs["train"]
     assert 10 < half < 38
     counts = {name: (count.pairs["train"], count.samples["train"]) for name, count in report.datasets.items()}
@@ -101,6 +101,68 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
         assert set(samples.filter(dataset=name)["question"]) == set(questions[task]), name
     lowest = sorted((f"few/{n}" for n in range(count)), key=lambda name: plain_bits(7, name, MAX_PAIRS))[:7]
     assert set(samples.filter(dataset="few")["record"]) == set(lowest), "the pairs with the lowest random numbers"
+
+
+def test_captions_keep_the_draws_and_the_order_of_earlier_releases(tmp_path):
+    """The digest is that of the release before records had questions of their own."""
+    references = ("It fell.", "a b", "c", "d...", "It fell.", "")
+    records = []
+    for name in (*SOURCES, "edits", "birds"):
+        for number in range(9):
+            records += [record(f"{number}{split}", split, references, dataset=name) for split in ("train", "val")]
+    samples, _ = run(tmp_path, records, references_per_question=2, sources=SOURCES)
+    rows = samples.select("id", "record", "dataset", "split", "images", "question", "answer").rows()
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    assert digest == "097aade98027347fff1a6129955c9ac5e1d65300eaf0c4abb93245aca175d77f"
+
+
+def questions_about(name: str, count: int, split: str = "train", **changes: Any) -> list[dict]:
+    """Return questions about one image set."""
+    records = []
+    for number in range(count):
+        fields = {"id": f"d/{name}?{number}", "image_set": f"d/{name}", "question": f"{number}?", "kind": "count"}
+        records.append(record(name, split, (f"{name} {number}", "both")) | fields | changes)
+    return records
+
+
+def test_own_questions_are_asked_and_those_about_the_same_images_stay_together(tmp_path):
+    records = []
+    for number in range(5):
+        for split in SPLITS:
+            records += questions_about(f"{split}{number}", 3, split)
+    # the questions of an image set need not be adjacent in the table
+    samples, report = run(tmp_path, records[::2] + records[1::2])
+    assert report.pairs == {"train": 5, "val": 5, "test": 5}
+    assert report.samples == {"train": 30, "val": 30, "test": 30}
+    for frame in split_frames(tmp_path / "mixture").values():
+        image_sets = frame["image_set"].to_list()
+        assert sum(name != next_name for name, next_name in pairwise(image_sets)) == 4
+    by_record = dict(samples.select("record", "question").iter_rows())
+    assert {record["id"]: record["question"] for record in records} == by_record
+
+
+def test_images_are_weighted_with_all_of_their_questions(tmp_path):
+    records = list(chain.from_iterable(questions_about(str(number), 3) for number in range(40)))
+    sources = {"d": {"weight": 1.5, "max_pairs": 20, "references_per_question": 1}}
+    samples, report = run(tmp_path, records, sources=sources)
+    assert report.pairs["train"] == 20
+    uses = samples.with_columns(copy=pl.col("id").str.extract(r"x(\d+)$").fill_null("0"))
+    assert uses.group_by("image_set", "copy").agg(pl.len())["len"].unique().to_list() == [3]
+    assert uses["copy"].unique().sort().to_list() == ["0", "1"]
+    same_images = {f"d/{number}": f"d/{number}" for number in range(40)}
+    captions = [record(str(number)) | {"id": name} for number, name in enumerate(same_images)]
+    captioned, _ = run(tmp_path, captions, sources=sources)
+    assert set(captioned["image_set"]) == set(samples["image_set"]), "as captions of the same images are drawn"
+
+
+def test_a_dialogue_and_its_images_are_carried_to_every_sample(tmp_path):
+    history = [{"question": "A?", "answer": "yes"}]
+    no_image = {"images": [], "id": "d/z", "image_set": "d/z"}
+    records = questions_about("a", 1, history=history) + questions_about("z", 1, **no_image)
+    samples, _ = run(tmp_path, records)
+    rows = samples.sort("id").rows(named=True)
+    assert [row["history"] for row in rows] == [history, history, [], []]
+    assert [len(row["images"]) for row in rows] == [2, 2, 0, 0]
 
 
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
@@ -133,7 +195,7 @@ def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
     """The test computes questions, pairs without a change, copies, order and references from their definitions."""
     names = [f"d/{n}" for n in range(40)]
     records = [record(str(n), references=tuple("abcde"), types=(NO_CHANGE,) if n % 2 else ()) for n in range(40)]
-    settings = {"seed": 3, "references_per_pair": 2, "no_change_share": 0.4, "sources": {"d": {"weight": 1.3}}}
+    settings = {"seed": 3, "references_per_question": 2, "no_change_share": 0.4, "sources": {"d": {"weight": 1.3}}}
     samples, _ = run(tmp_path, records, **settings)
     uses = []
     for number, name in enumerate(names):
@@ -164,9 +226,11 @@ def test_a_sample_has_every_field_of_its_record(tmp_path):
     assert sample_of_x == {
         "id": "d/a#0",
         "record": "d/a",
+        "image_set": "d/a",
         "dataset": "d",
         "split": "val",
         "images": values["images"],
+        "history": [],
         "question": load_questions(QUESTIONS)["difference"][0],
         "answer": "x",
     }
@@ -191,7 +255,7 @@ def test_every_count_of_the_report(tmp_path):
         record("f", references=("It fell.", "It broke."), dataset="joined"),
     ]
     sources = {"joined": {"samples": "joined"}}
-    _, report = run(tmp_path, records, references_per_pair=2, no_change_share=0.0, sources=sources)
+    _, report = run(tmp_path, records, references_per_question=2, no_change_share=0.0, sources=sources)
     kinds = ("pairs_not_sampled", "pairs_without_reference", "empty_references", "repeated_references")
     reasons = (*kinds, "references_over_cap")
     counts_of_d = {
@@ -264,23 +328,23 @@ def test_a_question_with_the_mark_of_an_image_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "code", "fields"),
     [
-        (lambda file: file.write_bytes(b"half"), "files.unreadable_stage_output", {"writer": "validate"}),
         (pl.DataFrame({"id": ["a"]}).write_parquet, "files.other_columns", {"writer": "validate"}),
         (lambda file: pq.write_table(RECORD_SCHEMA.empty_table(), file), "convert.no_clean_record", {}),
         (lambda file: None, "convert.foreign_datasets", {"names": ["old"]}),
+        (Path.unlink, "files.unreadable_stage_output", {"writer": "validate"}),
     ],
-    ids=["half", "columns", "empty", "dataset"],
+    ids=["columns", "empty", "dataset", "gone"],
 )
 def test_records_of_other_datasets_or_programs_are_refused(tmp_path, damage, code, fields):
     run(tmp_path, [record("a", dataset="old"), record("a", dataset="d")])
-    damage(tmp_path / "clean/records.parquet")
-    with raises(DataError, code, path=tmp_path / "clean/records.parquet", **fields):
+    damage(tmp_path / "clean/records/00000.parquet")
+    with raises(DataError, code, path=tmp_path / "clean/records", **fields):
         convert(Convert(**LIMITS), {"d": make_entry("pairs", tmp_path)}, tmp_path / "clean", tmp_path / "mixture")
 
 
 @pytest.mark.parametrize(
     "section",
-    [{"references_per_pair": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}]
+    [{"references_per_question": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}]
     + [{"sources": {"d": fault}} for fault in ({"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1})],
 )
 def test_a_section_that_means_nothing_is_refused(section):

@@ -82,7 +82,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     assert [row["change_types"] for row in rows] == [types for _, types, _ in bench.RECORDS]
     assert [row["predicted_type"] for row in rows] == ["color", "removal", "none", "several", "none", "color"]
     assert [row["exact_right"] for row in rows] == [True, False, False, False, True, False]
-    first_columns = ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr", "ROUGE-L"]
+    first_columns = ["protocol", "id", "dataset", "question", "kind", "change_types", "prediction", "CIDEr", "ROUGE-L"]
     assert table.column_names == [*first_columns, *METRICS["change_accuracy"].columns]
     types = {"CIDEr": "double", "id": "string", "type_right": "bool", "change_statistics": "list<element: double>"}
     assert {name: str(table.schema.field(name).type) for name in types} == types

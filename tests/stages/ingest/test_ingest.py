@@ -39,7 +39,7 @@ def raw(tmp_path) -> Path:
 
 
 def records_of(folder: Path, name: str = "mini") -> list[dict]:
-    table = pq.read_table(folder / "records" / name / "records.parquet")
+    table = pq.read_table(folder / "records" / name / "records")
     assert table.schema.equals(RAW_SCHEMA)
     return table.to_pylist()
 
@@ -58,6 +58,7 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
     record, record_of_distractor = records_of(raw.parent)[:2]
     assert record == {
         **{"id": "mini/000003.png", "dataset": "mini", "scene": "mini/000003", "split": "train", "own_split": "train"},
+        **{"image_set": "mini/000003.png", "history": [], "question": None, "kind": None},
         "images": list_images(raw / "images/CLEVR_default_000003.png", raw / "sc_images/CLEVR_semantic_000003.png"),
         "references": ["the cube of 000003 turned red", "it became red"],
         "change_types": ["color", "size"],
@@ -97,7 +98,7 @@ def test_the_folder_of_a_dataset_is_emptied_and_those_of_others_are_kept(raw):
     run_ingest(raw)
     all_outputs = outputs(raw.parent)
     new_names = all_outputs.keys() - outputs_of_other.keys()
-    assert sorted(new_names) == ["records/mini.json", "records/mini/records.parquet"]
+    assert sorted(new_names) == ["records/mini.json", "records/mini/records/00000.parquet"]
     assert {name: all_outputs[name] for name in outputs_of_other} == outputs_of_other
 
 
@@ -121,7 +122,7 @@ def test_the_report_counts_what_the_dataset_gave(tmp_path):
         **{"rows_in": 6, "rows_out": 4},  # records of the annotation files; three are of one pair
         "pairs": {"test": 1, "train": 2, "val": 1},
         "references": {"test": 1, "train": 5, "val": 1},
-        **{"empty_references": 3, "faults": 0, "images": 8, "unread_images": 0},
+        **{"empty_references": 3, "faults": 0, "repeated_questions": 0, "images": 8, "unread_images": 0},
     }
     assert json.loads((tmp_path / "records/spot.json").read_text()) == report.model_dump()
 
@@ -306,3 +307,62 @@ def test_links_out_of_the_root_are_faults_unless_they_may_be_followed(tmp_path):
     assert [uris_of(record)[1] for record in records] == [f"{root}/x.png"] * 4
     followed, _ = to_records("d", make_entry("pairs", root, follow_links=True), rows)
     assert [record["fault"] for record in followed] == [None] * 4
+
+
+def question_rows(root: Path, split: str) -> list[dict]:
+    """Write two pictures and return rows about them: a dialogue of two turns, and a question asked twice."""
+    images = [save_picture(root / name, number).name for number, name in enumerate(("a.png", "b.png"))]
+    fields = {"images": images, "split": split}
+    dialogue = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "two"}]
+    dialogue += [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "left"}]
+    rows = [fields | {"messages": dialogue}]
+    for answer in ("red", "dark red"):
+        question = [{"role": "user", "content": "Which colour?"}, {"role": "assistant", "content": answer}]
+        rows.append(fields | {"messages": question})
+    return rows
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_a_dialogue_is_one_record_where_it_trains_and_one_a_turn_where_it_is_tested(tmp_path, split):
+    root = tmp_path / "raw"
+    root.mkdir()
+    (root / "m.json").write_text(json.dumps(question_rows(root, split)))
+    columns = {"images": "images", "captions": "messages"}
+    report = run_ingest(root, "pairs", "own", manifest="m.json", columns=columns)
+    assert report.repeated_questions == 1
+    assert report.rows_in == 3
+    records = records_of(tmp_path, "own")
+    *turns, colour = records
+    assert {record["image_set"] for record in records} == {"own/a.png|b.png"}
+    assert {record["scene"] for record in records} == {"own/a.png|b.png"}
+    assert colour["id"] == "own/a.png|b.png?1"
+    assert colour["references"] == ["red", "dark red"]
+    contents = [(record["id"], record["history"], record["question"], record["references"]) for record in turns]
+    first_turn = {"question": "How many?", "answer": "two"}
+    if split == "test":
+        assert contents == [
+            ("own/a.png|b.png?0@0", [], "How many?", ["two"]),
+            ("own/a.png|b.png?0@1", [first_turn], "Where?", ["left"]),
+        ]
+    else:
+        assert contents == [("own/a.png|b.png?0", [first_turn], "Where?", ["left"])]
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"question": 3}, [("datasets.unexpected_value", "question")]),
+        ({"question": "A?", "kind": 3}, [("datasets.unexpected_value", "kind")]),
+        ({"question": "A?", "kind": ""}, [("datasets.empty_value", "kind")]),
+        ({"question": "A?", "history": ((None, "x"),)}, [("datasets.unexpected_value", "turn 0: question")]),
+        ({"question": "A?", "history": (("B?", 3),)}, [("datasets.unexpected_value", "turn 0: answer")]),
+        ({"images": ("a.png",)}, [("datasets.unexpected_value", "images")]),
+        ({"question": "A?", "images": ("a.png",) * 3}, [("datasets.too_many_images", "images")]),
+        ({"question": "", "history": (("", ""),), "images": ()}, []),
+    ],
+)
+def test_values_of_a_question_that_cannot_be_stored_are_faults(tmp_path, changes, codes):
+    (record,), _ = to_records("d", make_entry("pairs", tmp_path), [replace(row(), **changes)])
+    messages = [Message(code, key=key) for code, key in codes]
+    assert all(message.in_text(record["fault"] or "") for message in messages)
+    assert (record["fault"] is None) == (not codes)

@@ -27,6 +27,8 @@ def write_test_split(folder: Path, numbers: list[int] = ORDER) -> Path:
     for number in numbers:
         row: dict[str, Any] = {
             "record": f"toy/{number}",
+            "image_set": f"toy/{number}",
+            "history": [],
             "dataset": "toy",
             "split": "test",
             "question": QUESTIONS[number % 2],
@@ -79,11 +81,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     calls_and_end: dict[str, Any] = {"calls": [], "end": None}
     original = Captioner.answer
 
-    def answer(self: Captioner, images: list, question: str, saliency: bool) -> Any:
+    def answer(self: Captioner, prepared: list, dialogues: list, saliency: bool) -> Any:
         if len(calls_and_end["calls"]) == calls_and_end["end"]:
             raise Killed
-        calls_and_end["calls"].append((len(images) // 2, saliency))
-        return original(self, images, question, saliency)
+        calls_and_end["calls"].append((len(prepared), saliency))
+        return original(self, prepared, dialogues, saliency)
 
     monkeypatch.setattr(Captioner, "answer", answer)
     return calls_and_end

@@ -15,7 +15,7 @@ from m3diff.models.foreign_code import CheckpointError
 from m3diff.models.generation import Captioner, load_captioner
 from m3diff.provenance import code
 from m3diff.records.errors import DataError
-from m3diff.records.sample import ImageRef
+from m3diff.records.sample import ImageRef, Turn
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.report.images import read_saliency
 from m3diff.stages.predict.params import Predict
@@ -26,7 +26,7 @@ from m3diff.stages.predict.stage import (
     PredictionItem,
     PredictReport,
     predict,
-    read_test_pairs,
+    read_test_items,
     run_key,
     sample_control_pairs,
 )
@@ -83,10 +83,12 @@ def test_the_outputs_are_three_sets_of_captions_maps_and_a_report(written):
 def caption_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make captions name the images and the question, so that each pair has a distinct caption."""
 
-    def answer(_: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], None]:
-        sums = [str(image.astype(int).sum()) for image in images]
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        return [f"größer {before} {after} {question}" for before, after in pairs], None
+    def answer(_: Captioner, prepared: list, dialogues: list, saliency: bool) -> tuple[list[str], None]:
+        captions = []
+        for images, (turn,) in zip(prepared, dialogues, strict=True):
+            before, after = images.tensors["pixels"].sum((1, 2, 3)).tolist()
+            captions.append(f"größer {before} {after} {turn.question}")
+        return captions, None
 
     monkeypatch.setattr(Captioner, "answer", answer)
 
@@ -102,7 +104,7 @@ SHOWN_IMAGES = {
 @pytest.mark.parametrize("name", SETS)
 def test_each_set_shows_its_images_with_the_pair_s_question(name, mixture, model, captioner, tmp_path, caption_images):
     run(settings(), mixture, model, tmp_path)
-    prepare = captioner.processor.prepare_image
+    prepare = captioner.processor.image_processor.prepare_image
     sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
     assert len(set(sums.values())) == 10
     assert rows_of(tmp_path, name) == [
@@ -114,7 +116,7 @@ def test_each_set_shows_its_images_with_the_pair_s_question(name, mixture, model
 def test_files_are_read_in_the_order_of_their_names_on_every_file_system(mixture, monkeypatch):
     files = sorted((mixture / "test").iterdir())
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: reversed(files))
-    assert [pair.id for pair in read_test_pairs(mixture)] == IDS
+    assert [item.id for item in read_test_items(mixture)] == IDS
 
 
 def test_captions_are_written_in_utf_8_one_field_a_line(mixture, model, tmp_path, caption_images):
@@ -144,8 +146,9 @@ def test_saliency_has_one_map_for_each_pair_in_the_same_order(written, captioner
     np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
     for number, saliency in zip(ORDER, maps, strict=True):
         files = [mixture / f"{number}_{side}.png" for side in ("before", "after")]
-        images = [captioner.processor.prepare_image(load_image(file)) for file in files]
-        np.testing.assert_allclose(saliency, captioner.answer(images, saliency=True)[1][0], atol=1e-3)
+        prepared = captioner.processor.prepare(load_image(file) for file in files)
+        _, expected = captioner.answer([prepared], [(captioner.ask(None),)], saliency=True)
+        np.testing.assert_allclose(saliency, expected[0], atol=1e-3)
     assert np.abs(maps[0] - maps[1]).max() > 2e-3, "maps that are all alike would hide a wrong order"
 
 
@@ -203,7 +206,7 @@ def image(side: str, number: int) -> ImageRef:
 
 
 def make_pairs(count: int) -> list[PredictionItem]:
-    return [PredictionItem(str(n), (image("b", n), image("a", n)), f"q{n}") for n in range(count)]
+    return [PredictionItem(str(n), (image("b", n), image("a", n)), (Turn(f"q{n}"),)) for n in range(count)]
 
 
 SAMPLES = pytest.mark.parametrize(("count", "total"), [(2, 2), (3, 3), (4, 4), (7, 7), (0, 7), (1, 7), (4, 7), (9, 7)])
@@ -233,7 +236,7 @@ def test_the_shuffled_control_has_the_after_image_of_another_pair(count, total):
 def test_the_reversed_control_has_the_same_pairs_swapped(count, total):
     shuffled, swapped = sample_control_pairs(make_pairs(total), count)
     numbers = [int(pair.id) for pair in shuffled]
-    assert swapped == [(str(n), (image("a", n), image("b", n)), f"q{n}") for n in numbers]
+    assert swapped == [(str(n), (image("a", n), image("b", n)), (Turn(f"q{n}"),)) for n in numbers]
 
 
 @SAMPLES

@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +15,20 @@ import numpy as np
 import pytest
 import ray
 import torch
+from PIL import Image
 
 from m3diff.images.open import ImageError, load_image
 from m3diff.models.checkpoint import read_manifest, write_manifest
+from m3diff.models.contract import Prepared
 from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedDecoderLayer, FusedRMSNorm
 from m3diff.models.generation import load_captioner
 from m3diff.records.errors import DataError, ParamsError
+from m3diff.records.sample import Turn
 from m3diff.stages.predict import stage
 from m3diff.stages.predict.stage import (
     PREPARED_BATCHES,
+    PREPARED_BYTES,
     Batch,
     CaptionJob,
     Prediction,
@@ -33,7 +37,7 @@ from m3diff.stages.predict.stage import (
     caption_on_ray,
     predict,
     prepare_images,
-    read_test_pairs,
+    read_test_items,
     split_into_batches,
 )
 from tests.errors import raises
@@ -46,9 +50,8 @@ def checkpoint(model: Path) -> Path:
 
 
 def in_batches(mixture: Path, size: int = 1) -> list[Batch]:
-    return [
-        Batch(10 + n, pairs, n % 2 == 0) for n, pairs in enumerate(split_into_batches(read_test_pairs(mixture), size))
-    ]
+    batches = split_into_batches(read_test_items(mixture), size, Processor())
+    return [Batch(10 + number, items, number % 2 == 0) for number, items in enumerate(batches)]
 
 
 def job(checkpoint: Path, **changes: Any) -> CaptionJob:
@@ -56,30 +59,44 @@ def job(checkpoint: Path, **changes: Any) -> CaptionJob:
 
 
 class Processor:
-    """A processor that only counts the images."""
+    """A processor that only counts the images. A prompt has a token per character of the question."""
 
     def __init__(self) -> None:
         self.prepared = 0
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
 
-    def prepare_image(self, image: Any) -> np.ndarray:
-        with self.changed:
-            self.prepared += 1
-            self.changed.notify_all()
-        return np.asarray(image)
+    def prepare(self, images: Iterable[Image.Image]) -> Prepared:
+        pixels = [torch.from_numpy(np.array(image)) for image in images]
+        with self.lock:
+            self.prepared += len(pixels)
+        return Prepared({"pixels": torch.stack(pixels)}, self.marks(len(pixels)))
+
+    def marks(self, images: int) -> tuple[str, ...]:
+        return ("",) * images
+
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
+        (turn,) = turns
+        return (0,) * len(turn.question)
 
 
-def test_images_are_prepared_two_batches_ahead(mixture):
+PAIR_BYTES = 2 * 40 * 40 * 3
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "batches_ahead"),
+    [(PREPARED_BYTES, PREPARED_BATCHES), (2 * PAIR_BYTES, 2), (2 * PAIR_BYTES - 1, 1)],
+    ids=["two batches", "memory for two", "memory for less than two"],
+)
+def test_images_are_prepared_two_batches_ahead_if_memory_allows(most_bytes, batches_ahead, mixture, monkeypatch):
+    monkeypatch.setattr(stage, "PREPARED_BYTES", most_bytes)
+    batches = in_batches(mixture)
     processor = Processor()
-    images = 2 * (1 + PREPARED_BATCHES)
-    stream = prepare_images(in_batches(mixture), processor, threads=2)
+    stream = prepare_images(batches, processor, threads=2)
     next(stream)
-    with processor.changed:
-        assert processor.changed.wait_for(lambda: processor.prepared >= images, timeout=120), (
-            "the batch and the next two"
-        )
-    assert processor.prepared == images, "and no more"
-    assert len(list(stream)) == 4
+    stream.close()  # waits for the threads
+    images = 2 * (1 + batches_ahead)
+    assert processor.prepared == images + 2, "one pair is prepared once more, to learn its size"
+    assert len(list(prepare_images(batches, processor, threads=2))) == len(batches)
 
 
 def test_an_image_that_cannot_be_read_ends_the_preparation(tmp_path):
@@ -117,9 +134,8 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
     assert not {FusedRMSNorm, FusedDecoderLayer} & kinds[1]
     batches = in_batches(mixture, size=2)
     for batch, (number, predictions) in zip(batches, caption_batches(job(checkpoint), batches), strict=True):
-        files = [image.uri for pair in batch.pairs for image in pair.images]
-        images = [stock.processor.prepare_image(load_image(file)) for file in files]
-        captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
+        prepared = [stock.processor.prepare(load_image(*image) for image in item.images) for item in batch.items]
+        captions, maps = stock.answer(prepared, [item.turns for item in batch.items], saliency=True)
         assert number == batch.number
         assert [prediction.caption for prediction in predictions] == captions
         saliency_maps = [prediction.saliency for prediction in predictions]
@@ -127,6 +143,13 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint, mixt
             np.testing.assert_allclose(saliency_maps, maps, atol=1e-3)
         else:
             assert saliency_maps == [None] * len(captions)
+
+
+def test_a_worker_loads_the_model_and_captions_its_batches_in_order(checkpoint, mixture):
+    batches = in_batches(mixture)[:2]
+    worker_predictions = list(stage.CaptionWorker(job(checkpoint)).caption(batches))
+    assert [number for number, _ in worker_predictions] == [10, 11]
+    assert [len(predictions) for _, predictions in worker_predictions] == [1, 1]
 
 
 @pytest.mark.slow(85)
@@ -206,7 +229,7 @@ class FakeRay:
         for position, batch in enumerate(batches):
             if self.dies and position == 1:
                 raise ray.exceptions.ActorDiedError
-            yield batch.number, [Prediction(f"of {batch.number}", None) for _ in batch.pairs]
+            yield batch.number, [Prediction(f"of {batch.number}", None) for _ in batch.items]
 
 
 @pytest.fixture
@@ -277,7 +300,7 @@ def test_ray_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(stage, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(stage, "_caption_with_new_workers", lambda *_: iter([1 / 0] if ended else []))
+    monkeypatch.setattr(stage, "_caption_with_new_workers", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]

@@ -51,12 +51,13 @@ from m3diff.stages.pretrain.stage import (
     pretrain,
     train_tokenizer,
 )
-from tests.tiny import BASE, pair_inputs
+from tests.tiny import BASE, image_inputs, pair_inputs, pair_prompt
 
 SMALL_SIZES = {"image_px": 64, "vision_px": 24, "patch_px": 8, "width": 32, "vision_layers": 1, "text_layers": 2}
-DATA = {"seed": 11, "scenes": 60, "held_out": 12, "images_per_batch": 8}
+DATA = {"seed": 11, "scenes": 60, "held_out": 12, "images_per_batch": 8, "levels": ("grid",)}
 RATES = {"lr_matrices": 0.01, "lr": 0.01, "warmup_steps": 3, "weight_decay": 0.05}
-CFG = Pretrain(**SMALL_SIZES, **DATA, **RATES, steps=24, first_task_steps=6, threads=1)
+STEPS = {"segmentation_steps": 0, "steps": 24, "first_task_steps": 6}
+CFG = Pretrain(**SMALL_SIZES, **DATA, **RATES, **STEPS, threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -182,9 +183,9 @@ def test_levels_and_tasks_must_exist(change):
         Pretrain.model_validate(CFG.model_dump() | change)
 
 
-def test_the_default_is_the_grid_and_all_tasks():
+def test_the_default_is_both_levels_and_all_tasks():
     values = {key: value for key, value in CFG.model_dump().items() if key not in ("levels", "tasks")}
-    assert Pretrain.model_validate(values) == CFG
+    assert Pretrain.model_validate(values) == CFG.model_copy(update={"levels": ("grid", "free")})
 
 
 def test_both_levels_are_learnt_in_turn_with_an_encoder_frozen_for_the_first_task(tmp_path):
@@ -223,7 +224,7 @@ def pictures(base: Blip2Base) -> np.ndarray:
 
 
 def test_the_blip2_computes_as_the_llm_and_encoder_that_it_takes_over(base, model):
-    ids = torch.tensor([base.processor.encode_reference("the small red box moved to the top")])
+    ids = torch.tensor([base.processor.encode_answer("the small red box moved to the top")])
     assert torch.equal(model.language_model(input_ids=ids).logits, base.llava(input_ids=ids).logits)
     assert model.language_model.lm_head.weight is model.get_input_embeddings().weight
     patches = torch.randn(2, 5, 128)
@@ -252,7 +253,7 @@ def test_blip2_captions_without_a_question_and_reads_others_after_the_start_toke
     image = base.processor.prompt[0]
     start = base.processor.start_id
     for question in (DESCRIBE_ONE_IMAGE, DESCRIBE_TWO_IMAGES, *QUESTIONS):
-        assert base.encode_prompt(question, 1) == base.processor.encode_prompt(question)
+        assert base.encode_prompt(question, 1) == pair_prompt(base.processor, question)
         assert base.encode_prompt(question, 0) == (start,)
     prompt = base.encode_prompt("Describe the small red box.", 2)
     assert prompt[:7] == (image,) * 6 + (start,)
@@ -260,8 +261,8 @@ def test_blip2_captions_without_a_question_and_reads_others_after_the_start_toke
 
 
 def test_two_images_are_stacked_as_the_family_stacks_a_pair(base, pictures):
-    halves = [base.processor.prepare_image(Image.fromarray(picture)) for picture in pictures]
-    pixels_of_pairs = base.processor.image_inputs(torch.from_numpy(np.stack(halves)))["pixel_values"]
+    images = [Image.fromarray(picture) for picture in pictures]
+    pixels_of_pairs = image_inputs(base.processor, [images[:2], images[2:]])["pixel_values"]
     assert torch.equal(base.to_pixels(pictures, 2), pixels_of_pairs)
     assert pixels_of_pairs.shape == (2, 3, 48, 48)
     single = base.to_pixels(pictures[:1], 1)
@@ -288,7 +289,7 @@ def test_a_small_run_is_a_blip2_that_learns(cfg, segmentation, training, tmp_pat
     processor = FAMILIES["blip2idc"].load_processor(tmp_path)
     assert model.config.num_query_tokens == 6
     assert processor.end_id == model.config.text_config.eos_token_id
-    assert processor.decode(torch.tensor([processor.encode_reference("a small red box")])) == ["a small red box"]
+    assert processor.decode(torch.tensor([processor.encode_answer("a small red box")])) == ["a small red box"]
     assert type(AutoProcessor.from_pretrained(tmp_path)).__name__ == "Blip2Processor"
     assert Pretrain.model_validate_json((tmp_path / "recipe.json").read_text()) == cfg
 
@@ -372,6 +373,14 @@ def test_an_object_covers_its_square_and_moves_with_the_camera():
     assert (columns.max() + 1) / 200 == pytest.approx(0.1 + 0.285, abs=0.01), "cut at the frame's border"
     assert rows.min() / 200 == pytest.approx(0.7 - 0.285, abs=0.01)
     assert (rows.max() + 1) / 200 == pytest.approx(0.7 + 0.285, abs=0.01)
+
+
+def test_a_point_on_the_edge_of_a_square_is_outside_it(monkeypatch):
+    monkeypatch.setattr(stage, "MARK_WIDTH", 0.5)
+    scene = Scene((), (Mark(4),), view=View())  # from 0.25 to 0.75
+    assert classify_points(scene, 3, 3)[1, 1, 0] == MARK_CLASS
+    assert not classify_points(scene, 3, 2)[..., 0].any()
+    assert not classify_points(scene, 2, 3)[..., 0].any()
 
 
 @pytest.mark.parametrize("level", ["grid", "free"])

@@ -17,7 +17,6 @@ from typing import Any
 
 import mlflow
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -25,12 +24,16 @@ from click.testing import CliRunner
 from mlflow.cli import cli
 from mlflow.entities import LoggedModelStatus, Run
 from mlflow.exceptions import MlflowException
+from mlflow.models.utils import _enforce_schema
 from mlflow.store.entities import PagedList
 from mlflow.tracking import MlflowClient
 from PIL import Image
 
 from m3diff.__main__ import main
 from m3diff.models import generation
+from m3diff.models.contract import Takes
+from m3diff.models.generation import Captioner
+from m3diff.models.sample_limits import TrainedOn
 from m3diff.provenance.code import digest_code
 from m3diff.provenance.dvc import Lock, dvc_hash
 from m3diff.records.errors import DataError, Fault, ValueFault
@@ -40,9 +43,10 @@ from m3diff.registry.tracking import PROCESS_TAG, RunDescription, log_curves_whi
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
 from m3diff.stages.register.params import Register
-from m3diff.stages.register.pyfunc import BATCH_PAIRS, PyfuncCaptioner, open_image
+from m3diff.stages.register.pyfunc import BATCH_ROWS, PyfuncCaptioner, open_image
 from tests import toy
 from tests.errors import Message, raises
+from tests.layouts import write_record_table
 from tests.servers import free_port
 from tests.stages.register.forks import KILLED, Forks
 from tests.toy import change, store
@@ -476,30 +480,108 @@ def test_killed_before_any_of_its_writes_it_leaves_nothing_pending(warm, undistu
 # The code of the registered model
 
 
-class Recorder:
-    """Replaces the captioner. A caption is the colours of the images, and the options of each batch are recorded."""
+class Recorder(Captioner):
+    """Replaces the captioner. An answer is the colours of the images, and the questions of each batch are recorded."""
 
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, dict[str, str]]] = []
+    def __init__(self, trained_on: TrainedOn | None = None, takes: Takes | None = None) -> None:
+        self.batches: list[list[str]] = []
+        self.family: Any = SimpleNamespace(takes=takes or Takes())
+        self.trained_on = trained_on or TrainedOn("What changed?")
+        self.question = "What changed?"
+        self.processor: Any = SimpleNamespace(
+            prepare=lambda images: [str(image.getpixel((0, 0))[0]) for image in images],
+            marks=lambda images: ("<image>",) * images,
+            encode_prompt=lambda turns, marks: tuple("".join(text for turn in turns for text in turn)) + marks,
+        )
 
-    def caption(self, pairs, **options: str) -> list[str]:
-        self.batches.append((len(pairs), options))
-        return [f"{before.getpixel((0, 0))[0]}>{after.getpixel((0, 0))[0]}" for before, after in pairs]
+    def answer(self, prepared: Any, dialogues: Any, saliency: bool = False) -> Any:
+        self.batches.append([" ".join(text for turn in turns for text in turn if text) for turns in dialogues])
+        return [">".join(colours) for colours in prepared], None
 
 
-def test_rows_of_one_question_share_batches_and_the_captions_keep_the_rows_order(tmp_path):
-    images = [str(tmp_path / f"{red}.png") for red in range(40)]
-    for red, image in enumerate(images):
-        Image.new("RGB", (2, 2), (red, 0, 0)).save(image)
-    images[9] = base64.b64encode(Path(images[9]).read_bytes()).decode()
+def write_reds(folder: Path, count: int) -> list[str]:
+    """Write images whose colour is their number, and return their paths."""
+    paths = [str(folder / f"{red}.png") for red in range(count)]
+    for red, path in enumerate(paths):
+        Image.new("RGB", (2, 2), (red, 0, 0)).save(path)
+    return paths
+
+
+def pyfunc_with(captioner: Recorder) -> PyfuncCaptioner:
     model = PyfuncCaptioner()
-    options = {"question": "Which colour?"}
-    model.captioner = Recorder()
+    model.captioner = captioner
+    return model
+
+
+def test_rows_of_one_length_share_batches_and_the_captions_keep_the_rows_order(tmp_path):
+    images = write_reds(tmp_path, 40)
+    images[9] = base64.b64encode(Path(images[9]).read_bytes()).decode()
+    model = pyfunc_with(Recorder())
     questions = [None, "", "Which colour?"]
     rows = [{"before": images[n], "after": images[-n], "question": questions[n % 3]} for n in range(40)]
-    assert model.predict(None, pd.DataFrame(rows, index=range(7, 47))) == [f"{n}>{-n % 40}" for n in range(40)]
-    assert model.captioner.batches == [(BATCH_PAIRS, {}), (11, {}), (13, options)]
+    answers = model.predict(None, pd.DataFrame(rows, index=range(7, 47)))
+    assert answers == [f"{n}>{-n % 40}" for n in range(40)]
+    lengths = [(len(batch), set(batch)) for batch in model.captioner.batches]
+    default_question = {"What changed?"}
+    # both questions have 13 letters, so their rows share batches
+    assert lengths[0] == (BATCH_ROWS, default_question | {"Which colour?"})
+    assert [length for length, _ in lengths] == [BATCH_ROWS, BATCH_ROWS, 8]
     assert model.predict(None, pd.DataFrame([{"before": images[3], "after": images[5]}])) == ["3>5"]
+
+
+def test_rows_of_different_samples_are_answered_apart(tmp_path):
+    images = write_reds(tmp_path, 3)
+    model = pyfunc_with(Recorder(TrainedOn(images=(0, 1, 2), turns=2)))
+    turn = {"question": "Is it red?", "answer": "Yes."}
+    rows = [
+        {"images": images[:2], "question": "Why?", "history": []},
+        {"images": images[2:], "question": "How?", "history": None},
+        {"images": images[1:], "question": "Why?", "history": [turn]},
+        {"images": [], "question": "Who?", "history": []},
+        {"images": [images[2], images[0]], "question": "When", "history": []},
+    ]
+    assert model.predict(None, pd.DataFrame(rows)) == ["0>1", "2", "1>2", "", "2>0"]
+    assert model.captioner.batches == [["Why?", "When"], ["How?"], ["Is it red? Yes. Why?"], ["Who?"]]
+
+
+TURN = {"question": "a", "answer": "b"}
+REFUSED_ROWS = {
+    "one image, trained on pairs": ({"images": ["a.png"]}, None, "models.images_not_trained"),
+    "three images": ({"images": ["a.png"] * 3}, None, "models.images_not_taken"),
+    "history, trained on one turn": (
+        {"before": "a.png", "after": "b.png", "question": "c", "history": [TURN]},
+        None,
+        "models.history_not_trained",
+    ),
+    "a question, a family without questions": (
+        {"before": "a.png", "after": "b.png", "question": "c"},
+        Takes(images=(2,), questions=False, turns=False),
+        "models.question_not_read",
+    ),
+    "only one side": ({"before": "a.png"}, None, "registry.one_side_of_a_pair"),
+    "no image": ({"question": "a"}, None, "models.images_not_trained"),
+}
+
+
+@pytest.mark.parametrize(("row", "takes", "code"), REFUSED_ROWS.values(), ids=REFUSED_ROWS)
+def test_a_row_that_the_model_cannot_answer_is_refused(row, takes, code):
+    model = pyfunc_with(Recorder(takes=takes))
+    with raises(ValueFault, code):
+        model.predict(None, pd.DataFrame([row]))
+
+
+SIGNED_ROWS = {
+    "a pair": [{"before": "a", "after": "b"}],
+    "a pair with a question": [{"before": "a", "after": "b", "question": "q"}],
+    "images": [{"images": ["a"], "question": "q"}, {"images": ["a", "b"], "question": "q"}],
+    "a dialogue": [{"images": ["a", "b"], "question": "q", "history": [TURN]}],
+}
+
+
+@pytest.mark.parametrize("rows", SIGNED_ROWS.values(), ids=SIGNED_ROWS)
+def test_the_signature_accepts_the_rows_of_every_kind_of_sample(rows):
+    table = _enforce_schema(pd.DataFrame(rows), stage.MODEL_SIGNATURE.inputs)
+    assert table.to_dict("records") == rows
 
 
 @pytest.mark.parametrize("base", [{}, {"base": "over/here"}])
@@ -597,7 +679,7 @@ def sha256(text: bytes | str) -> str:
 def test_every_tag_of_the_lineage_is_the_hash_of_its_content(project):
     stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
     recorded = {entry["path"]: entry["md5"] for stage in stages.values() for entry in stage["outs"]}
-    records = pq.read_table("data/03_clean/records.parquet").to_pylist()
+    records = pq.read_table("data/03_clean/records").to_pylist()
     tests = [row for row in records if row["split"] == "test"]
     image_hashes = [[image["sha256"].hex() for image in row["images"]] for row in tests]
     lines = [
@@ -658,6 +740,30 @@ def test_what_differs_from_dvc_lock_or_was_never_there_has_no_lineage(project):
         Lock().verified_hash(Path("nowhere"))
 
 
+def test_only_runs_that_no_version_and_no_other_process_uses_are_removed():
+    def make_run(run_id: str, status: str) -> SimpleNamespace:
+        info = SimpleNamespace(run_id=run_id, status=status, start_time=1000 * time.time())
+        return SimpleNamespace(info=info, data=SimpleNamespace(tags={}))
+
+    runs = [make_run("used", "FINISHED"), make_run("left behind", "FAILED"), make_run("being written", "RUNNING")]
+    removed: list[str] = []
+    client = SimpleNamespace(
+        search_runs=lambda *arguments: PagedList(runs, None),
+        search_logged_models=lambda *arguments: PagedList([], None),
+        delete_run=removed.append,
+    )
+    identity = dict.fromkeys(lineage.IDENTITY_TAGS, "1")
+    stage.remove_other_runs(client, "1", identity, SimpleNamespace(run_id="used"))
+    assert removed == ["left behind"]
+
+
+def test_a_model_requires_the_installed_versions_without_local_labels(monkeypatch):
+    installed_versions = {"m3diff": "0.1.0", "torch": "2.13.0+cpu"}
+    monkeypatch.setattr(stage, "REQUIREMENTS", tuple(installed_versions))
+    monkeypatch.setattr(stage, "installed_version", installed_versions.get)
+    assert stage.pin_requirements() == ["m3diff==0.1.0", "torch==2.13.0"]
+
+
 def test_adapters_are_found_only_if_versions_keep_adapters(tmp_path):
     fields = {"tracking_uri": "sqlite:///mlflow.db", "experiment": "m3diff", "model_name": "m3diff"}
     settings = [Register(**fields, keeps=keeps) for keeps in ("adapters", "merged")]
@@ -671,15 +777,23 @@ def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **change
     images = [{"uri": f"{number}.png", "sha256": number.encode()} for number in "12"]
     rows = [{"id": name, "images": images, "references": ["x", "y"]} for name in "cba"]
     rows[2] |= changes
-    pq.write_table(pa.Table.from_pylist(rows), root / "records.parquet")
+    write_record_table(root / "records", rows)
     (root / "predictions.json").write_text(json.dumps([{"image_id": name, "caption": ""} for name in captioned]))
     return SimpleNamespace(clean=root, predictions=root)
+
+
+def test_a_test_set_of_captions_keeps_the_hash_of_earlier_releases(tmp_path):
+    value = hash_test_set(write_test_set(tmp_path))
+    assert value == "4a18a0975394a669956a0c009f3385153ab56e533a80e8ae58dab8b4bf6d8215"
 
 
 @pytest.mark.parametrize(
     ("changes", "same"),
     [
         ({"captioned": ("a",)}, False),
+        ({"question": "how many?"}, False),
+        ({"history": [{"question": "is it a room?", "answer": "yes"}]}, False),
+        ({"kind": "count"}, True),
         ({"captioned": ("a", "c")}, False),
         ({"references": ["y", "x"]}, False),
         ({"images": [{"uri": "1.png", "sha256": b"3"}, {"uri": "2.png", "sha256": b"2"}]}, False),

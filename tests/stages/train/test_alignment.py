@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from m3diff.models.checkpoint import load_model
-from m3diff.models.settings import Align, Rates
+from m3diff.models.settings import Align
 from m3diff.records.errors import DataError, ValueFault
 from m3diff.stages.train.batches import read_samples, read_training_samples
 from m3diff.stages.train.job import DatasetFilter
@@ -18,7 +18,7 @@ from tests.errors import raises
 from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, recipe, run, write_mixture
 from tests.tiny import SEPARATE, onediff_settings, tiny_base
 
-ALIGN = Align(("couples",), epochs=2, global_batch=2, rates=Rates(None, 1e-2, 1e-2, None))
+ALIGN = Align(("couples",), epochs=2, global_batch=2, rates={"projector": 1e-2, "module": 1e-2})
 SPLITS = {"train": {"toy": 10, "couples": 6}, "val": {"toy": 3, "couples": 2}, "test": {"toy": 3}}
 STEPS = 6
 FIRST_STEPS = 6
@@ -121,7 +121,7 @@ def test_a_phase_takes_the_samples_of_its_datasets(chosen, datasets, count, mixt
 
 def test_a_phase_has_the_pairs_of_its_datasets(mixture):
     couples = read_samples(mixture / "train", DatasetFilter(("couples",), excludes=False))
-    assert len(couples.pairs()) == 6
+    assert len(couples.image_sets()) == 6
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,16 @@ def test_curves_of_two_phases_are_one_file(tmp_path):
     [
         ({"datasets": ()}, "models.alignment_without_dataset", "datasets"),
         ({"epochs": 0}, "models.not_positive", "epochs"),
-        ({"rates": Rates(1e-3, 1e-3, 1e-3, None)}, "models.part_of_alignment_frozen", "align.rates.vision"),
-        ({"rates": Rates(None, 1e-3, 1e-3, 1e-3)}, "models.llm_trains_in_alignment", "align.rates.llm"),
+        (
+            {"rates": {"vision": 1e-3, "projector": 1e-3, "module": 1e-3}},
+            "models.part_of_alignment_frozen",
+            "align.rates.vision",
+        ),
+        (
+            {"rates": {"projector": 1e-3, "module": 1e-3, "llm": 1e-3}},
+            "models.llm_trains_in_alignment",
+            "align.rates.llm",
+        ),
     ],
 )
 def test_an_alignment_that_cannot_be_is_refused(changes, code, field):

@@ -14,6 +14,7 @@ import torch
 
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
+from m3diff.models.contract import Prepared
 from m3diff.models.device import Device
 from m3diff.models.fused import FLEX_BLOCK
 from m3diff.records.errors import DataError
@@ -43,15 +44,15 @@ def test_a_split_is_all_files_of_its_folder_in_their_order_of_any_writer(mixture
     before, after = expected["images"][1]
     assert split_samples.images(1) == ((before["uri"], before["sha256"]), (after["uri"], after["sha256"]))
     rows_by_pair: dict[str, list[int]] = {}
-    for row, pair in enumerate(expected["record"]):
+    for row, pair in enumerate(expected["image_set"]):
         rows_by_pair.setdefault(pair, []).append(row)
-    pairs = [rows.tolist() for rows in split_samples.pairs()]
+    pairs = [rows.tolist() for rows in split_samples.image_sets()]
     assert pairs == list(rows_by_pair.values()), "a pair may lie across two row groups"
 
 
 def test_samples_of_one_pair_that_are_no_neighbours_are_one_pair():
     table = pl.DataFrame({name: ["a", "b", "b", "a"] for name in SCHEMA})
-    assert [rows.tolist() for rows in Samples(table).pairs()] == [[0], [1, 2], [3]]
+    assert [rows.tolist() for rows in Samples(table).image_sets()] == [[0], [1, 2], [3]]
 
 
 def test_a_mixture_without_a_training_split_is_refused(tmp_path):
@@ -63,13 +64,14 @@ def test_a_mixture_without_a_training_split_is_refused(tmp_path):
 def test_a_mixture_without_a_validation_split_has_no_pair_of_it(tmp_path):
     (tmp_path / "val").mkdir()
     pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "val" / "00000.parquet")
-    assert read_samples(tmp_path / "val").pairs() == []
+    assert read_samples(tmp_path / "val").image_sets() == []
 
 
 def samples(pairs: int = 7) -> Samples:
     rows = [(f"p{pair}", k) for pair in range(pairs) for k in range(1 + pair % 4)]
     values = [str(k) for _, k in rows]
-    return Samples(pl.DataFrame({name: [pair for pair, _ in rows] if name == "record" else values for name in SCHEMA}))
+    names = [pair for pair, _ in rows]
+    return Samples(pl.DataFrame({name: names if name in ("record", "image_set") else values for name in SCHEMA}))
 
 
 def samples_of_questions(*questions: str) -> Samples:
@@ -99,7 +101,7 @@ def schedule(split_samples: Samples | None = None, **changes: int | float | None
 def test_an_epoch_has_each_reference_once_in_sequences_of_one_pair(max_captions):
     """A different order of random draws would change the weights of a run."""
     plan = schedule(samples(23), max_captions=max_captions)
-    names = plan.samples.table["record"].to_list()
+    names = plan.samples.table["image_set"].to_list()
     epoch_0, epoch_1 = ([rows.tolist() for rows in plan.epoch(epoch)] for epoch in (0, 1))
     assert epoch_0 != epoch_1
     for sequences in (epoch_0, epoch_1):
@@ -155,39 +157,41 @@ def test_the_captions_of_so_many_steps_are_counted():
 @pytest.fixture
 def loader(mixture: Path, base: Path) -> Loader:
     training_samples = read_samples(mixture / "train")
-    processor = FAMILIES["m3diff"].load_processor(base)
-    return Loader(training_samples, processor, threads=1, device=Device(False, "fp32"))
+    family = FAMILIES["m3diff"]
+    processor = family.load_processor(base)
+    return Loader(training_samples, processor, family.packing(), threads=1, device=Device(False, "fp32"))
 
 
 def test_a_micro_batch_has_its_images_by_turns_and_supervises_what_counts(loader):
     training_samples = loader.samples
-    encode = loader.processor.encode_reference
-    second = training_samples.pairs()[2]
-    third = training_samples.pairs()[3]
+    encode = loader.processor.encode_answer
+    second = training_samples.image_sets()[2]
+    third = training_samples.image_sets()[3]
     batch = loader.build([(second, 1), (third, 0)])
     files = [file for rows in (second, third) for file in training_samples.images(rows[0])]
-    for image, file in zip(batch.images, files, strict=True):
-        np.testing.assert_array_equal(image, loader.processor.prepare_image(load_image(*file)))
+    for image, file in zip(batch.images["pixels"], files, strict=True):
+        np.testing.assert_array_equal(image, loader.processor.image_processor.prepare_image(load_image(*file)))
     lengths = [sum(len(encode(training_samples.value("answer", row))) for row in rows) for rows in (second, third)]
-    assert batch.supervised_tokens == lengths[0]
+    assert batch.weights.sum() == lengths[0]
     assert torch.equal(batch.weights, torch.tensor([1.0] * lengths[0] + [0.0] * lengths[1]))
-    assert len(batch.packed.labels) == sum(lengths)
+    assert len(batch.labels) == sum(lengths)
 
 
-def shifted(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def shifted(prepared: Prepared, rng: np.random.Generator) -> Prepared:
     """Return the pair with a random number added, so that each image shows what was drawn for it."""
-    return pair + rng.integers(1, 200, dtype=np.uint8)
+    shift = int(rng.integers(1, 200, dtype=np.uint8))
+    return prepared._replace(tensors={"pixels": prepared.tensors["pixels"] + shift})
 
 
 def test_what_trains_is_augmented_by_seed_epoch_and_row(loader):
-    fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
-    chosen = [(rows, 1) for rows in loader.samples.pairs()]
-    plain = loader.build(chosen).images
-    assert torch.equal(fed.build(chosen).images, plain), "for validation and the check of packing"
-    assert torch.equal(loader.build(chosen, (1, 0)).images, plain), "a family without augmentation"
+    fed = Loader(loader.samples, loader.processor, loader.packing, 2, loader.device, shifted)
+    chosen = [(rows, 1) for rows in loader.samples.image_sets()]
+    plain = loader.build(chosen).images["pixels"]
+    assert torch.equal(fed.build(chosen).images["pixels"], plain), "for validation and the check of packing"
+    assert torch.equal(loader.build(chosen, (1, 0)).images["pixels"], plain), "a family without augmentation"
 
     def added(visit: tuple[int, int]) -> list[int]:
-        by_image = (fed.build(chosen, visit).images - plain).flatten(1)
+        by_image = (fed.build(chosen, visit).images["pixels"] - plain).flatten(1)
         assert bool((by_image == by_image[:, :1]).all())
         assert torch.equal(by_image[::2, 0], by_image[1::2, 0]), "both images of a pair together"
         return by_image[::2, 0].tolist()
@@ -201,7 +205,7 @@ def test_what_trains_is_augmented_by_seed_epoch_and_row(loader):
 
 
 def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
-    fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
+    fed = Loader(loader.samples, loader.processor, loader.packing, 2, loader.device, shifted)
     plan = schedule(loader.samples, seed=5, micro_batch=2)
     got = list(fed.stream(plan, rank=0, first_step=1))
     assert len(got) == plan.steps - 1
@@ -209,7 +213,7 @@ def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
         visit = (5, 0 if step < plan.steps_per_epoch else 1)
         for batch, rows in zip(batches, plan.micro_batches(step, 0), strict=True):
             want = fed.build(rows, visit)
-            assert torch.equal(batch.images, want.images)
+            assert torch.equal(batch.images["pixels"], want.images["pixels"])
             assert torch.equal(batch.packed.input_ids, want.packed.input_ids)
 
 
@@ -225,7 +229,7 @@ def test_a_micro_batch_leaves_the_threads_as_kernel_and_gpu_take_it(loader, monk
     assert plain.layout is not None
     assert not loading_threads
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    fed = Loader(loader.samples, loader.processor, threads=2, device=Device(True, "fp32", "flex"))
+    fed = Loader(loader.samples, loader.processor, loader.packing, threads=2, device=Device(True, "fp32", "flex"))
     flex = next(fed.stream(plan, rank=0, first_step=0))[0]
     assert flex.layout is None
     assert flex.packed.tokens % FLEX_BLOCK == 0

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from m3diff.models.blip2idc import Augment
 from m3diff.models.checkpoint import verify_manifest
 from m3diff.models.family import Family
-from m3diff.models.settings import Delays
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import engine, loop
@@ -42,7 +41,7 @@ from tests.stages.train.toy import (
     run,
     run_dir_of,
 )
-from tests.tiny import MDP, tiny_settings
+from tests.tiny import MDP, pair_prompt, tiny_settings
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
 
 COMPUTE_CHANGES = (
@@ -164,7 +163,7 @@ def test_the_manifest_of_the_output_names_family_base_and_question(undisturbed, 
     assert (
         manifest["trained_on"]
         == verify_manifest(checkpoint / "adapters")["trained_on"]
-        == {"question": "What changed?"}
+        == {"question": "What changed?", "own_questions": False, "images": [2], "turns": 1}
     )
     assert manifest["base_sha256"] == sha256_of_folder(base)
     assert (checkpoint / manifest["base"]).resolve() == base.resolve()
@@ -236,7 +235,7 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(workspace, monkeypat
     scores = iter([0.2, 0.9, 0.5])
     weights_by_step = {}
     original_save = Training.save
-    monkeypatch.setattr(loop.Validation, "cider", lambda self, engine: {"val_cider": next(scores)})
+    monkeypatch.setattr(loop.Validation, "score_answers", lambda self, engine: {"val_cider": next(scores)})
 
     def save_and_keep(training: Training, step: int) -> Path:
         folder = original_save(training, step)
@@ -258,7 +257,7 @@ USED = tiny_settings(MDP | {"init_gain": 2.0})
 
 @pytest.mark.parametrize(
     ("model", "warned"),
-    [(UNUSED, True), (replace(UNUSED, delays=Delays(module=0.5)), False), (USED, False)],
+    [(UNUSED, True), (replace(UNUSED, delays={"module": 0.5}), False), (USED, False)],
     ids=["unused", "delayed", "used"],
 )
 def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, monkeypatch, capfd):
@@ -306,9 +305,9 @@ def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]
 def token_counts(training: Any) -> tuple[int, int]:
     """Return the number of tokens and of supervised tokens in an epoch, using only the tokenizer."""
     processor = training.processor
-    supervised = sum(len(processor.encode_reference(text)) for text in training.schedule.samples.table["answer"])
+    supervised = sum(len(processor.encode_answer(text)) for text in training.schedule.samples.table["answer"])
     # the prompt less its last token once a pair; that token and all but the last of each reference once a reference
-    prompts = (len(processor.encode_prompt("What changed?")) - 1) * 10
+    prompts = (len(pair_prompt(processor, "What changed?")) - 1) * 10
     return prompts + supervised, supervised
 
 
@@ -316,11 +315,11 @@ def test_a_run_prints_its_size(training, capfd):
     training.print_size(training.measure_lengths(), 24e9)
     tokens, supervised = token_counts(training)
     assert capfd.readouterr().out.splitlines() == [
-        "train: 8 sequences per step = micro-batches of 2 x 4 accumulation step(s) x 1 worker(s)",
+        "train: 8 sequences per step = micro-batches of 2 x 4 accumulation steps x 1 worker",
         "train: 10 pairs with 23 references, packed into 10 sequences per epoch",
         f"train: about {tokens:,} tokens per epoch: {tokens / 10:.1f} per sequence, of which {supervised / 10:.1f} "
         "are supervised",
-        "train: 1.5 epoch(s) x 2 steps per epoch = 3 steps",
+        "train: 1.5 epochs x 2 steps per epoch = 3 steps",
         "train: 1,500 trained parameters (vision 1,000, llm 500), 9,000 frozen parameters",
         "train: 0.024 TFLOP per step",
     ]

@@ -82,7 +82,13 @@ def test_a_second_trainer_of_the_same_run_is_turned_away(tmp_path):
 
 
 COUNTS = {"rows_in": 23, "rows_out": 46, "steps": 6, "parameters_trainable": 30, "parameters_frozen": 5}
-LOSSES = {"loss": 0.12346, "val_loss": 0.76543, "val_loss_by_dataset": {"toy": 0.76543}, "val_cider": None}
+LOSSES = {
+    "loss": 0.12346,
+    "val_loss": 0.76543,
+    "val_loss_by_dataset": {"toy": 0.76543},
+    "val_cider": None,
+    "val_match": None,
+}
 MODULE = {"module": {"module_update_ratio/2": 0.000123}, "warnings": ["the module changes nothing"]}
 FIGURES: dict[str, Any] = {**COUNTS, "parameters": {"vision": 10, "llm": 20}, **LOSSES, "exported_step": 4, **MODULE}
 SPEED = {"seconds": 2.0, "captions_per_s": 23.0, "waiting_share": 0.12345, "device": "cpu", "devices": 2}

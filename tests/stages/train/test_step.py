@@ -1,21 +1,24 @@
-"""An optimizer step compared with AdamW by hand, gradient norms with autograd, module figures with hooks."""
+"""An optimizer step compared with AdamW by hand, gradient norms with autograd, packed losses with unpacked ones."""
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
-from m3diff.models.settings import Delays
+from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.engine import rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
 from tests.errors import raises
-from tests.stages.train.test_packing import mask_of
+from tests.gpu.test_gpu import small
+from tests.models.test_masks import mask_of
 from tests.stages.train.toy import Recipe, built, recipe, started, take
 from tests.tiny import tiny_settings
 
@@ -39,7 +42,8 @@ def gradients(run_recipe: Recipe, training: Training, step: int) -> dict[str, Te
             "position_ids": packed.position_ids,
             "attention_mask": mask_of(packed),
         }
-        logits = model(**text_inputs, **processor.image_inputs(batch.images), logits_to_keep=packed.supervised).logits
+        images = processor.image_inputs(batch.images, torch.device("cpu"))
+        logits = model(**text_inputs, **images, logits_to_keep=packed.supervised).logits
         chosen = logits.float().log_softmax(-1)[torch.arange(len(packed.labels)), packed.labels]
         total = total - chosen.sum()
         tokens = tokens + len(chosen)
@@ -69,7 +73,9 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
     before = {name: state.get_tensor(p).clone() for name, p in state.parameters.items()}
     whole_step = training.loader.build([(rows, 1) for rows in training.schedule.global_sequences(LAST_STEP)])
     with torch.no_grad():
-        loss = float(token_loss(training.engine.module, whole_step, training.processor, training.device))
+        loss = float(
+            token_loss(training.engine.module, whole_step, training.packing, training.processor, training.device)
+        )
     take(training, LAST_STEP)
     state = MasterState(training.engine)
     factor = 0.5 * (1 + math.cos(math.pi * (LAST_STEP - 1) / (training.schedule.steps - 1)))
@@ -90,7 +96,7 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
     assert row["step"] == "2"
     assert row["epoch"] == "1"
     assert row["val_loss"] == ""
-    assert float(row["loss"]) == pytest.approx(loss / whole_step.supervised_tokens, rel=1e-5)
+    assert float(row["loss"]) == pytest.approx(loss / float(whole_step.weights.sum()), rel=1e-5)
     assert training.usage.captions == sum(len(rows) for rows in training.schedule.global_sequences(LAST_STEP))
 
 
@@ -100,7 +106,9 @@ def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(stage, limit, w
     training = started(run_recipe, workspace.mixture, workspace.folder)
     whole_gradient = gradients(run_recipe, training, 0)
     rates = [1e-3] * len(training.groups)
-    _, norm = take_step(training.engine, built(training, 0), training.processor, training.device, rates, 1)
+    _, norm = take_step(
+        training.engine, built(training, 0), training.packing, training.processor, training.device, rates, 1
+    )
     assert norm == pytest.approx(norm_of(whole_gradient.values()), rel=1e-4)
     assert norm > 0.015, "the smaller limit clips"
     state = MasterState(training.engine)
@@ -190,7 +198,7 @@ def test_a_constant_rate_without_warm_up_begins_after_the_delay(base):
     ("schedule", "last_factor"), [("constant", 1.0), ("cosine", 0.5 * (1 + math.cos(0.8 * math.pi)))]
 )
 def test_a_delayed_part_stays_as_it_is_until_its_step(schedule, last_factor, workspace):
-    model = replace(tiny_settings(), delays=Delays(module=0.5))
+    model = replace(tiny_settings(), delays={"module": 0.5})
     run_recipe = workspace.recipe(model=model, warmup_share=0.0, weight_decay=0.1, schedule=schedule)
     training = started(run_recipe, workspace.mixture, workspace.folder)
     assert training.schedule.steps == 6
@@ -206,3 +214,26 @@ def test_a_delayed_part_stays_as_it_is_until_its_step(schedule, last_factor, wor
     assert training.rates == {
         f"lr_{part}": pytest.approx(last_factor * rate) for part, rate in model.rates.items() if rate
     }
+
+
+def begun(mixture: Path, folder: Path, **changes: Any) -> Any:
+    """Return a run on the embedded base, which was trained, so that the attention matters to the loss."""
+    return started(small(Device(False, "fp32"), scratch=folder, **changes), mixture, folder)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "precision", "stage", "rounding"), [("sdpa", "bf16", 1, 1e-2), ("flex", "fp32", 0, 1e-5)]
+)
+def test_the_loss_of_packed_sequences_is_that_of_their_references(
+    kernel, precision, stage, rounding, mixture, tmp_path
+):
+    training = begun(mixture, tmp_path, attention=kernel, precision=precision, zero_stage=stage)
+    chosen = [rows for rows in training.schedule.epoch(0) if len(rows) > 1][:2]
+
+    @torch.no_grad()
+    def loss(*sequences: np.ndarray) -> float:
+        batch = training.loader.build([(rows, 1) for rows in sequences])
+        return float(token_loss(training.engine, batch, training.packing, training.processor, training.device))
+
+    apart = sum(loss(rows[n : n + 1]) for rows in chosen for n in range(len(rows)))
+    assert loss(*chosen) == pytest.approx(apart, rel=rounding)

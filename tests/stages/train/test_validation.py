@@ -24,7 +24,8 @@ from tests.tiny import tiny_settings, tiny_trained
 def samples(**pairs: int) -> Samples:
     """Return samples of several datasets, one after another, with two rows per pair."""
     rows = [(dataset, f"{dataset}/{n}") for dataset, count in pairs.items() for n in range(count) for _ in range(2)]
-    columns = {"dataset": [dataset for dataset, _ in rows], "record": [pair for _, pair in rows]}
+    names = [pair for _, pair in rows]
+    columns = {"dataset": [dataset for dataset, _ in rows], "record": names, "image_set": names}
     return Samples(pl.DataFrame({name: columns.get(name, ["x"] * len(rows)) for name in SCHEMA}))
 
 
@@ -86,7 +87,8 @@ def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(base, mixtu
         batch = scorer.loader.build([(np.array([row]), 1)])
         inputs = {"input_ids": batch.packed.input_ids, "logits_to_keep": batch.packed.supervised}
         with torch.no_grad():
-            logits = model(**inputs, **scorer.processor.image_inputs(batch.images)).logits
+            images = scorer.processor.image_inputs(batch.images, torch.device("cpu"))
+            logits = model(**inputs, **images).logits
         chosen = logits.log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
         sums[scorer.samples.value("dataset", row)][0] -= float(chosen.sum())
         sums[scorer.samples.value("dataset", row)][1] += len(chosen)
@@ -102,14 +104,19 @@ def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(base, mixtu
 def test_a_validation_without_pairs_has_no_scores(base, mixture, model):
     nothing = validator(base, mixture, val_pairs=0, caption_val_pairs=0)
     assert nothing.losses(model) == {}
-    assert nothing.cider(SimpleNamespace(module=model)) == {}
+    assert nothing.score_answers(SimpleNamespace(module=model)) == {}
+
+
+def supervised_tokens(scorer: Validation) -> list[int]:
+    """Return the number of tokens of each batch that count in the loss."""
+    batches = [scorer.packing.batch(sequences, scorer.processor, scorer.device) for _, sequences in scorer.batches]
+    return [int(batch.weights.sum()) for batch in batches]
 
 
 def test_batches_are_dealt_to_the_workers_each_once_and_filled_up_with_weight_zero(base, mixture):
-    parts = [validator(base, mixture, 2, rank, micro_batch=1) for rank in range(2)]
-    tokens = [[batch.supervised_tokens for _, batch in part.batches] for part in parts]
+    tokens = [supervised_tokens(validator(base, mixture, 2, rank, micro_batch=1)) for rank in range(2)]
     assert [len(part) for part in tokens] == [3, 3]
-    assert sum(map(sum, tokens)) == sum(batch.supervised_tokens for _, batch in validator(base, mixture).batches)
+    assert sum(map(sum, tokens)) == sum(supervised_tokens(validator(base, mixture)))
     assert tokens[1].count(0) == 1
 
 
@@ -122,11 +129,39 @@ def test_captions_are_scored_by_dataset_against_the_references_of_their_own_pair
         return float(len(scored))
 
     monkeypatch.setattr(validation, "cider", score)
-    monkeypatch.setattr(Validation, "_captions", lambda self, engine, rows: {row: f"caption {row}" for row in rows})
-    assert scorer.cider(None) == {"val_cider": 1.5}
+    monkeypatch.setattr(Validation, "_answers", lambda self, engine, rows: {row: f"caption {row}" for row in rows})
+    assert scorer.answer_scores == []
+    assert scorer.score_answers(None) == {"val_cider": 1.5}
     # the split has pairs of 1, 2, 3 references (toy: rows 0, 1, 3), then of 1, 2 (second: rows 6, 7)
     assert scored[0] == ([list(REFERENCES[:1]), list(REFERENCES[:2])], ["caption 6", "caption 7"])
     assert scored[1] == ([list(REFERENCES[: n + 1]) for n in range(3)], ["caption 0", "caption 1", "caption 3"])
+
+
+def test_answers_to_the_questions_of_a_dataset_are_scored_by_exact_matches(base, mixture, monkeypatch):
+    """Of the dataset second, the first pair has two questions, with one and two right answers."""
+    validation_samples = read_samples(mixture / "val")
+    records = validation_samples.table["record"].to_list()
+    second_pair = records[-1]
+    first_rows = [row for row, record in enumerate(records) if record == second_pair]
+    records[first_rows[0]] += "?0"
+    records[first_rows[1]] += "?1"
+    own_questions = Samples(validation_samples.table.with_columns(record=pl.Series(records)))
+    run_recipe = recipe(base, val_pairs=3, micro_batch=2, caption_val_pairs=9)
+    worker = WorkerContext(0, 1)
+    processor = FAMILIES["m3diff"].load_processor(base)
+    scorer = Validation(job(run_recipe, mixture, base), own_questions, worker, processor, Device(False, "fp32"))
+    answered_rows: list[int] = []
+
+    def answer(self: Validation, engine: Any, rows: list[int]) -> dict[int, str]:
+        answered_rows.extend(rows)
+        return {row: own_questions.value("answer", row).upper() + "." if row != first_rows[1] else "?" for row in rows}
+
+    monkeypatch.setattr(Validation, "_answers", answer)
+    monkeypatch.setattr(validation, "cider", lambda references, predictions: 7.0)
+    assert scorer.answer_scores == ["val_match"]
+    scores = scorer.score_answers(None)
+    assert scores == {"val_cider": 7.0, "val_match": pytest.approx(2 / 3)}
+    assert answered_rows[-3:] == [first_rows[0] - 1, *first_rows], "each question is asked, not only the first"
 
 
 def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, model, monkeypatch):
@@ -137,20 +172,21 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, 
     batches = []
     questions = ["Describe the difference." if row == 7 else "What changed?" for row in range(len(scorer.samples))]
     scorer.samples = Samples(scorer.samples.table.with_columns(question=pl.Series(questions)))
-    original = validation.Captioner.caption
+    original = validation.Captioner.answer
 
-    def caption(self: Any, pairs: list, question: str) -> list[str]:
-        batches.append((question, len(pairs)))
-        return original(self, pairs, question)
+    def answer(self: Any, prepared: list, dialogues: list) -> Any:
+        (question,) = {turns[-1].question for turns in dialogues}
+        batches.append((question, len(prepared)))
+        return original(self, prepared, dialogues)
 
-    monkeypatch.setattr(validation.Captioner, "caption", caption)
-    actual = scorer._captions(SimpleNamespace(module=model, eval=model.eval, train=model.train), rows)
+    monkeypatch.setattr(validation.Captioner, "answer", answer)
+    actual = scorer._answers(SimpleNamespace(module=model, eval=model.eval, train=model.train), rows)
     assert batches == [("What changed?", 2), ("What changed?", 2), ("Describe the difference.", 1)]
     captioner = validation.Captioner(model.get_base_model(), scorer.processor, scorer.family, 4)
     expected = {}
     for row in rows:
         pair = tuple(load_image(*file) for file in scorer.samples.images(row))
-        (expected[row],) = original(captioner, [pair], questions[row])
+        (expected[row],) = captioner.caption([pair], questions[row])
     assert list(actual.items()) == list(expected.items())
     assert model.train().training
 

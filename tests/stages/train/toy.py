@@ -48,6 +48,8 @@ def pair_rows(folder: Path, split: str, dataset: str, number: int) -> list[dict[
     pair = f"{dataset}/{split}{number}"
     row = {
         "record": pair,
+        "image_set": pair,
+        "history": [],
         "dataset": dataset,
         "split": split,
         "question": "What changed?",
@@ -63,6 +65,7 @@ TRAIN: dict[str, Any] = {
     "model": "tiny",
     "seed": 3,
     "max_captions_per_sequence": None,
+    "max_tokens": None,
     "global_batch": 4,
     "epochs": 2,
     "warmup_share": 0.1,

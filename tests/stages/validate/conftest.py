@@ -28,9 +28,9 @@ def quick(monkeypatch) -> None:
 
 def quarantine(folder: Path) -> dict[str, str]:
     """Return the reasons by id, after checking that no row was lost."""
-    frame = pl.read_parquet(folder / "clean/quarantine.parquet")
-    clean = pl.read_parquet(folder / "clean/records.parquet")
-    assert clean.height + frame.height == pq.read_metadata(folder / "records/mini/records.parquet").num_rows
+    frame = pl.read_parquet(folder / "clean/quarantine")
+    clean = pl.read_parquet(folder / "clean/records")
+    assert clean.height + frame.height == pq.read_table(folder / "records/mini/records").num_rows
     return dict(frame.select("id", "reason").iter_rows())
 
 

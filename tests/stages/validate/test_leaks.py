@@ -70,7 +70,7 @@ def test_a_test_pair_does_not_train_under_another_name_direction_encoding_or_siz
     write_own(tmp_path / "mine", {name: (*pair, "train") for name, pair in mine.items()})
     write_own(tmp_path / "jpeg", {"1": (*held_pairs["1"], "train")}, "jpg", quality=75)
     report = run_validate(tmp_path, max_quarantined_share=0)
-    frame = pl.read_parquet(tmp_path / "clean/quarantine.parquet")
+    frame = pl.read_parquet(tmp_path / "clean/quarantine")
     twins = {"mine/copy": 1, "mine/back": 2, "mine/small": 0, "jpeg/1": 1}
     reasons = dict(frame.select("id", "reason").iter_rows())
     assert reasons.keys() == twins.keys()
@@ -117,7 +117,7 @@ def pairs_of(thumbs: np.ndarray, tests: int) -> pl.DataFrame:
     digests = [n.to_bytes(4) for n in range(len(halves))]
     images = pl.DataFrame({"path": paths, "digest": digests, "thumb": halves, "verdict": ["ok"] * len(halves)})
     split = ["test" if n < tests else "train" for n in range(len(thumbs))]
-    records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
+    records = pl.DataFrame({"id": paths[::2], "split": split, "image_1": paths[::2], "image_2": paths[1::2]})
     return select_valid_pairs(records, images)
 
 

@@ -41,8 +41,8 @@ def test_the_page_loads_nothing_and_shows_rows_by_the_rule_that_they_break(raw, 
     assert "<h1>3 of 12 rows left out</h1>" in text
     headings = re.findall(r'<h3 id="(\w+)">(.*?)</h3>', text)
     assert headings == [
-        ("after_decodes", "The image after cannot be opened: 1 row"),
-        ("no_markup", "HTML or a special token in a caption: 2 rows, the first 1"),
+        ("image_2_decodes", "The second image cannot be opened: 1 row"),
+        ("no_markup", "HTML or a special token in a text: 2 rows, the first 1"),
     ]
     for rule, _ in headings:
         assert f'<a href="#{rule}">' in text
@@ -56,5 +56,5 @@ def test_the_page_has_checks_in_words_folded_below_the_rows(raw):
     assert "expect_column" not in text
     assert text.index("Rows that are left out") < text.index("<details")
     assert "Checks run on every record (Great Expectations):" in text[text.index("<details") :]
-    assert '<td>Both image files are there</td><td class="broken">broken by 1 row</td>' in text
-    assert '<td>The image after can be opened</td><td class="met">met</td>' in text
+    assert '<td>All image files are there</td><td class="broken">broken by 1 row</td>' in text
+    assert '<td>The second image can be opened</td><td class="met">met</td>' in text

@@ -143,6 +143,16 @@ def test_a_grey_jpeg_of_a_coloured_image_is_a_change(tmp_path):
     assert compare_images(before, after, 100) == CHANGED
 
 
+@pytest.mark.parametrize("size", [(4, 4), (160, 3)], ids=str)
+def test_an_image_of_a_few_pixels_is_compared_as_a_whole(tmp_path, size):
+    noise = np.random.default_rng(1).integers(0, 240, (*size, 3), dtype=np.uint8)
+    before = save_image(Image.fromarray(noise), tmp_path / "before.png")
+    lighter = save_image(Image.fromarray(noise + 1), tmp_path / "lighter.png")
+    brighter = save_image(Image.fromarray(noise + 9), tmp_path / "brighter.png")
+    assert compare_images(before, lighter, 100) == NOISE
+    assert compare_images(before, brighter, 100) == CHANGED
+
+
 @pytest.mark.parametrize(("compare_px", "likeness"), [(100, FAINT), (1000, CHANGED)])
 def test_a_change_is_faint_only_at_the_resolution_of_the_model(tmp_path, compare_px, likeness):
     image = Image.new("RGB", (2000, 1500), (90, 60, 30))
@@ -241,7 +251,7 @@ def judge_folder(root: Path, **limits: object) -> tuple[list[tuple[str, int]], l
     """Return the kinds and counts of the findings, and the ids of pairs that are quarantined without a change."""
     run_ingest(root, "pairs", "own")
     report = run_validate(root.parent, **limits)
-    frame = pl.read_parquet(root.parent / "clean/quarantine.parquet")
+    frame = pl.read_parquet(root.parent / "clean/quarantine")
     unshown = frame.filter(pl.col("rules").list.contains("shows_a_change"))
     return [(finding.kind, finding.count) for finding in report.findings], unshown["id"].to_list()
 

@@ -4,21 +4,22 @@ import html
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
-import pyarrow.parquet as pq
 import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.tables import read_table, write_table
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK_RULE
 from m3diff.stages.validate.stage import ValidateReport, count_allowed_rows, shares_above_limits
-from tests.errors import raises
+from tests.errors import Message, raises
 from tests.layouts import (
     edit_json,
     image_cache,
@@ -39,7 +40,7 @@ def test_each_split_above_the_limit_is_refused_after_the_quarantine_is_written(r
     (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
     run_ingest(raw)
     run_ingest(raw.parent / "more", name="more")
-    with raises(DataError, "validate.data_refused", quarantine=raw.parent / "clean/quarantine.parquet") as refused:
+    with raises(DataError, "validate.data_refused", quarantine=raw.parent / "clean/quarantine") as refused:
         run_validate(raw.parent, max_quarantined_share=0.05)
     (fault,) = refused.value.fields["faults"]  # not of val, as one row of a split is always allowed
     assert fault.code == "validate.too_many_bad_rows"
@@ -48,7 +49,7 @@ def test_each_split_above_the_limit_is_refused_after_the_quarantine_is_written(r
     assert fault.fields["total"] == 6
     assert fault.fields["limit"] == 0.05
     assert any("CLEVR_default_000008.png: after: " in row for row in fault.fields["rows"])
-    bad = pl.read_parquet(raw.parent / "clean/quarantine.parquet")["id"].to_list()
+    bad = pl.read_parquet(raw.parent / "clean/quarantine")["id"].to_list()
     assert sorted(bad) == ["mini/000005.png", "mini/000008.png", "mini/000009.png_n"]
     assert (raw.parent / "clean/docs/index.html").is_file()
     run_validate(raw.parent, max_quarantined_share=0.5)
@@ -93,6 +94,36 @@ def test_the_dataset_of_the_gates_protocol_needs_test_pairs(raw, quick, protocol
 
 
 COUNTS = {"train": 6, "val": 2, "test": 4}
+
+
+@pytest.fixture
+def without_test_images(raw, quick) -> Path:
+    """Records in which an image of every test pair is missing."""
+    run_ingest(raw)
+    records = pl.read_parquet(raw.parent / "records/mini/records")
+    for images in records.filter(own_split="test")["images"]:
+        Path(images[1]["uri"]).unlink()
+    run_ingest(raw)
+    return raw.parent
+
+
+def test_a_run_whose_test_pairs_are_all_quarantined_says_so_and_where_they_are(without_test_images, capsys):
+    run_validate(without_test_images)
+    output = capsys.readouterr().out
+    clean = without_test_images / "clean"
+    lost_pairs = pl.read_parquet(clean / "quarantine").filter(split="test")
+    where = {"quarantine": clean / "quarantine", "page": clean / "docs" / "index.html"}
+    assert lost_pairs.height > 0
+    assert Message("validate.all_test_pairs_quarantined", rows=lost_pairs.height, **where).in_text(output)
+    assert not Message("validate.no_test_pairs").in_text(output)
+
+
+def test_quarantined_test_pairs_of_the_gate_are_no_missing_column_of_the_split(without_test_images):
+    with raises(DataError, "validate.data_refused") as refused:
+        run_validate(without_test_images, protocol="mini/total")
+    (fault,) = [fault for fault in refused.value.fields["faults"] if fault.fields.get("protocol")]
+    assert fault.code == "validate.no_clean_test_pair"
+    assert fault.fields["dataset"] == "mini"
 
 
 @pytest.fixture
@@ -172,20 +203,21 @@ def test_a_lost_test_pair_is_refused_unless_allowed_and_counts_exclude_quarantin
 
 @pytest.mark.fault("14")
 def test_missing_empty_or_foreign_records_are_refused_with_a_remedy(raw):
-    gone = raw.parent / "records/gone/records.parquet"
+    gone = raw.parent / "records/gone/records"
     with raises(DataError, "files.unreadable_stage_output", path=gone, writer="ingest"):
         run_validate(raw.parent, {"gone": make_entry("pairs", raw)})
     run_ingest(raw)
-    path = raw.parent / "records/mini/records.parquet"
-    file_bytes = path.read_bytes()
-    pq.write_table(pq.read_table(path).slice(0, 0), path)
-    with raises(DataError, "validate.no_record", path=path):
+    table = raw.parent / "records/mini/records"
+    part = table / "00000.parquet"
+    file_bytes = part.read_bytes()
+    write_table(read_table(table).slice(0, 0), table)
+    with raises(DataError, "validate.no_record", path=table):
         run_validate(raw.parent)
-    path.write_bytes(file_bytes[:100])
-    with raises(DataError, "files.unreadable_stage_output", path=path, writer="ingest"):
+    part.write_bytes(file_bytes[:100])
+    with raises(DataError, "files.unreadable_stage_output", path=part, writer="ingest"):
         run_validate(raw.parent)
-    pl.DataFrame({"id": ["a"]}).write_parquet(path)
-    with raises(DataError, "files.other_columns", path=path, writer="ingest"):
+    pl.DataFrame({"id": ["a"]}).write_parquet(part)
+    with raises(DataError, "files.other_columns", path=table, writer="ingest"):
         run_validate(raw.parent)
 
 

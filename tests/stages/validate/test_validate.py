@@ -69,7 +69,7 @@ def test_each_bad_row_is_quarantined_with_its_reason_and_all_others_stay(tmp_pat
     for name, reason in expected.items():
         pair_id = f"mini/{name.zfill(10 + 2 * name.endswith('_n'))}"
         assert re.fullmatch(reason, reasons[pair_id]), pair_id
-    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    clean = pl.read_parquet(tmp_path / "clean/records")
     references = dict(clean.select("id", "references").iter_rows())
     assert references["mini/000001.png"] == ["the cube"] * len(separators)
     assert references["mini/000009.png"] == ["fine", ""]
@@ -85,9 +85,9 @@ def test_sound_data_passes_unchanged_and_no_image_is_read_twice(raw, monkeypatch
     page = (raw.parent / "clean/docs/index.html").read_text("utf-8")
     assert "<h1>All 12 rows are clean</h1>" in page
     assert "all met" in page
-    table = pq.read_table(raw.parent / "clean/records.parquet")
+    table = pq.read_table(raw.parent / "clean/records")
     assert table.schema.equals(RECORD_SCHEMA)
-    before = pq.read_table(raw.parent / "records/mini/records.parquet").drop_columns(["own_split", "fault"])
+    before = pq.read_table(raw.parent / "records/mini/records").drop_columns(["own_split", "fault"])
     assert table.to_pylist() == before.to_pylist()
     monkeypatch.setattr("m3diff.images.check._check_on_cores", None)
     assert run_validate(raw.parent).images == 18
@@ -107,7 +107,7 @@ def test_every_count_of_the_report(raw, quick):
     entries = {name: make_entry("pairs", raw) for name in ("other", "mini")}
     report_of_both = run_validate(raw.parent, entries, near_duplicate_max_diff=None)
     assert report_of_both.datasets["other"].references == {"train": 5, "val": 1, "test": 1}
-    datasets = pl.read_parquet(raw.parent / "clean/records.parquet")["dataset"].to_list()
+    datasets = pl.read_parquet(raw.parent / "clean/records")["dataset"].to_list()
     assert datasets == ["other"] * 4 + ["mini"] * 9, "datasets are in the order of their entries"
     report = run_validate(raw.parent, {"mini": entries["mini"]}, near_duplicate_max_diff=None)
     (finding,) = report.findings
@@ -122,8 +122,9 @@ def test_every_count_of_the_report(raw, quick):
             "mini": {
                 "pairs": {"test": 4, "train": 3, "val": 2},
                 "references": {"test": 8, "train": 6, "val": 5},
+                "questions": {},
                 "quarantined": 3,
-                "broken_rules": {"after_decodes": 1, "no_markup": 1, "not_in_test": 1},
+                "broken_rules": {"image_2_decodes": 1, "no_markup": 1, "not_in_test": 1},
                 "lost_test_pairs": [],
             }
         },
@@ -153,7 +154,7 @@ def test_both_engines_agree_on_the_rows_that_break_each_rule(tmp_path):
     write_json(tmp_path / "raw/pairs.json", rows)
     run_ingest(tmp_path / "raw", "pairs", manifest="pairs.json")
     report = run_validate(tmp_path, max_caption_chars=30)
-    frame = pl.read_parquet(tmp_path / "clean/quarantine.parquet")
+    frame = pl.read_parquet(tmp_path / "clean/quarantine")
     assert {row["id"]: row["rules"] for row in frame.iter_rows(named=True)} == {
         "mini/kept": ["readable", "id_unique", "not_in_test"],
         "mini/leak": ["not_in_test"],
@@ -183,13 +184,13 @@ def test_a_missing_file_and_a_broken_file_break_different_rules(raw):
     (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
     (raw / "sc_images/CLEVR_semantic_000003.png").write_bytes(b"no image")
     ingest_and_validate(raw)
-    frame = pl.read_parquet(raw.parent / "clean/quarantine.parquet")
+    frame = pl.read_parquet(raw.parent / "clean/quarantine")
     broken = {row["id"]: row["rules"] for row in frame.iter_rows(named=True)}
-    assert sorted(broken.values()) == [["after_decodes"], ["images_present"]]
+    assert sorted(broken.values()) == [["image_2_decodes"], ["images_present"]]
     assert all("; ;" not in reason and not reason.endswith("; ") for reason in frame["reason"])
     text = (raw.parent / "clean/docs/index.html").read_text("utf-8")
     assert "An image file is missing: 1 row</h3>" in text
-    assert "The image after cannot be opened: 1 row</h3>" in text
+    assert "The second image cannot be opened: 1 row</h3>" in text
 
 
 def test_every_rule_has_a_text_and_every_text_has_a_rule():

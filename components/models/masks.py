@@ -1,8 +1,8 @@
-"""Pack all references of an image pair into one sequence, so that its images and question are processed only once.
+"""Pack all branches of an image set into one sequence, so that its images are processed only once.
 
-The images and the question are the prefix of the sequence. Each reference is a branch, which attends to the prefix and
-to itself but not to other branches. Its positions continue from the end of the prefix. Loss and gradients equal those
-of one sequence per reference.
+The first tokens that all branches share, which are mostly the images and the question, are the prefix of the sequence.
+Each branch attends to the prefix and to itself but not to other branches. Its positions continue from the end of the
+prefix. Loss and gradients equal those of one sequence per branch.
 
 The B sequences of a micro-batch are concatenated into one row of T tokens. Padding is only needed for FlexAttention, at
 the end of the row, where it reduces the number of distinct row lengths.
@@ -11,17 +11,20 @@ the end of the row, where it reduces the number of distinct row lengths.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from os.path import commonprefix
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from m3diff.models.contract import Branch, Processor, TrainingSequence
 from m3diff.models.device import Device
-from m3diff.models.fused import Layout
+from m3diff.models.fused import FLEX_BLOCK, Layout
 
 PREFIX = 0
 PAD = -1
+PAIR = 2  # images of a pair
 
 # SDPA requires rectangles, each made of sequences that are padded to the same length. These are the maximum number of
 # rectangles per micro-batch and the minimum number of sequences per rectangle. More rectangles mean less padding but
@@ -143,38 +146,43 @@ def dense(rule: Rule, sequences: int, length: int) -> Tensor:
     return rule(batch, batch, positions[:, None], positions)
 
 
-def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Packed:
-    """Pack each group of (prompt, answer) token ids into one sequence.
+def count_shared_tokens(branches: Sequence[Branch]) -> int:
+    """Return the length of the prefix that the branches of a sequence share.
 
-    The prefix consists of the first tokens that all prompts of the group share, but never includes a prompt's last
-    token. The rest of each prompt belongs to the branch, because the last prompt token predicts the first token of the
+    The prefix never includes the last prompt token of a branch, because this token predicts the first token of the
     answer.
     """
+    first_answers = [branch.spans[0][0] for branch in branches]
+    return min(len(commonprefix([branch.ids for branch in branches])), min(first_answers) - 1)
+
+
+def pack(sequences: Sequence[Sequence[Branch]]) -> Packed:
+    """Pack sequences, each given as its branches. The last token of a branch is only a label."""
     ids: list[int] = []
     positions: list[int] = []
     segments: list[int] = []
     supervised: list[int] = []  # positions in the row
     labels: list[int] = []
     lengths: list[int] = []
-    for group in groups:
+    for branches in sequences:
         start = len(ids)
-        prompts = [list(prompt) for prompt, _ in group]
-        shared_tokens = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
-        ids += prompts[0][:shared_tokens]
+        shared_tokens = count_shared_tokens(branches)
+        ids += branches[0].ids[:shared_tokens]
         positions += range(shared_tokens)
         segments += [PREFIX] * shared_tokens
-        for branch, (prompt, answer) in enumerate(group, start=1):
-            branch_ids = [*prompt[shared_tokens:], *answer[:-1]]
-            first_position = len(ids) + len(prompt) - shared_tokens - 1
-            supervised += range(first_position, first_position + len(answer))
-            labels += answer
-            ids += branch_ids
-            positions += range(shared_tokens, shared_tokens + len(branch_ids))
-            segments += [branch] * len(branch_ids)
+        for segment, branch in enumerate(branches, start=1):
+            shift = len(ids) - shared_tokens  # from a position in the branch to a position in the row
+            for answer_start, answer_end in branch.spans:
+                supervised += range(shift + answer_start - 1, shift + answer_end - 1)
+                labels += branch.ids[answer_start:answer_end]
+            last_token = len(branch.ids) - 1
+            ids += branch.ids[shared_tokens:last_token]
+            positions += range(shared_tokens, last_token)
+            segments += [segment] * (last_token - shared_tokens)
         lengths.append(len(ids) - start)
     mask = torch.zeros(len(ids), dtype=torch.bool)
     mask[supervised] = True
-    assert int(mask.sum()) == len(labels), f"{int(mask.sum())} supervised positions, {len(labels)} labels"
+    assert int(mask.sum()) == len(labels), f"supervised positions: {int(mask.sum())}, labels: {len(labels)}"
     return Packed(
         input_ids=torch.tensor([ids]),
         position_ids=torch.tensor([positions]),
@@ -183,3 +191,77 @@ def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Pac
         supervised=mask[None],
         labels=torch.tensor(labels),
     )
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """A micro-batch whose sequences are one row of tokens.
+
+    Attributes:
+        packed: the tokens. For FlexAttention, the row is padded.
+        images: the images of all sequences, as the processor's `collate` returns them.
+        weights: [supervised tokens]; weight of each token in the loss.
+        layout: layout of the row for SDPA; None for FlexAttention.
+    """
+
+    packed: Packed
+    images: dict[str, Tensor]
+    weights: Tensor
+    layout: Layout | None
+
+    @property
+    def labels(self) -> Tensor:
+        """The supervised tokens, [supervised tokens]."""
+        return self.packed.labels
+
+    def attention_inputs(self, device: Device) -> dict[str, Any]:
+        """Return the model's attention arguments: the mask and, for SDPA, the layout.
+
+        The mask selects the kernel (see `m3diff.models.fused`).
+        """
+        if self.layout is None:
+            return {"attention_mask": self.packed.block_mask(device)}
+        layout = self.layout.map_tensors(device.move)
+        return {"attention_mask": layout.attention_mask(), "layout": layout}
+
+
+class MaskedRows:
+    """Packing in one row with an attention mask. It requires the fused attention of `m3diff.models.fused`."""
+
+    def batch(self, sequences: Sequence[TrainingSequence], processor: Processor, device: Device) -> RowBatch:
+        """Return a micro-batch; see `Packing.batch`.
+
+        A micro-batch without a pair gets a blank pair, which does not affect the loss. Each micro-batch therefore runs
+        the same parts of the model: with ZeRO 3, a part that only some workers run would block them forever, and
+        without a gradient, a part would skip the weight decay of a step.
+        """
+        packed = pack([sequence.branches for sequence in sequences])
+        weights: list[int] = []
+        for sequence in sequences:
+            tokens = sum(end - start for branch in sequence.branches for start, end in branch.spans)
+            weights += [sequence.weight] * tokens
+        prepared = [sequence.prepared for sequence in sequences]
+        if not any(len(images.marks) == PAIR for images in prepared):
+            prepared.append(processor.blank_pair())
+        images = {name: device.pin(tensor) for name, tensor in processor.collate(prepared).items()}
+        layout = None
+        if device.attention == "flex":
+            packed = packed.rounded_up(FLEX_BLOCK, processor.pad_id)
+        else:
+            layout = packed.layout().map_tensors(device.pin)
+        weight_of_token = torch.tensor(weights, dtype=torch.float32)
+        return RowBatch(packed.map_tensors(device.pin), images, device.pin(weight_of_token), layout)
+
+    def logits(self, model: Any, batch: RowBatch, processor: Processor, device: Device) -> Tensor:
+        """Return the logits of the supervised tokens; see `Packing.logits`."""
+        packed = batch.packed
+        return model(
+            input_ids=device.move(packed.input_ids),
+            position_ids=device.move(packed.position_ids),
+            # these two stay on the CPU, so that looking up positions in them does not wait for the GPU
+            tokens=packed.input_ids,
+            logits_to_keep=packed.supervised,
+            use_cache=False,
+            **batch.attention_inputs(device),
+            **processor.image_inputs(batch.images, device.torch),
+        ).logits

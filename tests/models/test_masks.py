@@ -1,29 +1,22 @@
-"""Packed sequences: attention rule, layout, and a loss equal to that of separate references."""
-
-from pathlib import Path
-from typing import Any
+"""Packed sequences: their tokens, attention rule and layout."""
 
 import numpy as np
-import pytest
 import torch
 
-from m3diff.models.device import Device
+from m3diff.models.contract import Branch
 from m3diff.models.fused import FLEX_BLOCK
-from m3diff.stages.train.engine import token_loss
-from m3diff.stages.train.packing import PAD, Packed, dense, pack, row_rule
-from tests.gpu.test_gpu import small
-from tests.stages.train.toy import started
-from tests.tiny import SIDE
+from m3diff.models.masks import PAD, Packed, dense, pack, row_rule
+from tests.tiny import SIDE, pair_branch
 
 IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
 
 
-def group(captions: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Return the (prompt, answer) tokens of a pair, with one question and answers of different lengths."""
+def group(captions: int, seed: int) -> list[Branch]:
+    """Return the branches of a pair, with one question and answers of different lengths."""
     rng = np.random.default_rng(seed)
     question = rng.integers(10, 600, 4).tolist()
     answers = [rng.integers(10, 600, rng.integers(1, 9)).tolist() for _ in range(captions)]
-    return [([7, *IMAGE, *IMAGE, *question, 9], answer) for answer in answers]
+    return [pair_branch([7, *IMAGE, *IMAGE, *question, 9], answer) for answer in answers]
 
 
 def mask_of(packed: Packed) -> torch.Tensor:
@@ -45,7 +38,7 @@ def test_branches_do_not_see_each_other_nor_another_sequence():
 
 
 def test_a_pack_holds_sequences_end_to_end_each_branch_after_a_shared_prompt():
-    packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]])
+    packed = pack([[pair_branch([1, 2, 3], [4, 5, 6]), pair_branch([1, 2, 3], [7, 8])], [pair_branch([1, 9], [4, 6])]])
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7, 1, 9, 4]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2]]
     assert packed.sequences.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
@@ -58,7 +51,7 @@ def test_a_pack_holds_sequences_end_to_end_each_branch_after_a_shared_prompt():
 
 
 def test_branches_begin_where_their_prompts_differ():
-    unlike = pack([[([1, 2, 3], [4]), ([1, 5, 3], [6])]])
+    unlike = pack([[pair_branch([1, 2, 3], [4]), pair_branch([1, 5, 3], [6])]])
     assert unlike.input_ids.tolist() == [[1, 2, 3, 5, 3]]
     assert unlike.position_ids.tolist() == [[0, 1, 2, 1, 2]]
     assert unlike.segments.tolist() == [0, 1, 1, 2, 2]
@@ -66,7 +59,8 @@ def test_branches_begin_where_their_prompts_differ():
 
 
 def test_the_layout_is_one_sequence_a_row():
-    packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])], [([1, 9], [4])]]).rounded_up(8, pad_id=0)
+    packed = pack([[pair_branch([1, 2], [4, 5]), pair_branch([1, 2], [7])], [pair_branch([1, 9], [4])]])
+    packed = packed.rounded_up(8, pad_id=0)
     layout = packed.layout()
     assert layout.shapes == ((2, 4),)
     assert layout.token_of_slot.tolist() == [4, 5, 0, 0, 0, 1, 2, 3], "the shorter first"
@@ -84,34 +78,10 @@ def test_the_layout_is_one_sequence_a_row():
 
 def test_sequences_of_about_one_length_share_a_rectangle():
     lengths = [5, 20, 6, 19, 5, 20, 6, 18]
-    packed = pack([[([1] * (length - 1), [2, 3])] for length in lengths])
+    packed = pack([[pair_branch([1] * (length - 1), [2, 3])] for length in lengths])
     layout = packed.layout()
     assert layout.shapes == ((4, 6), (4, 20))
     assert layout.masks == (None, None), "one caption a sequence is plain causal attention"
     tokens = layout.token_of_slot[layout.slot_of_token]
     assert tokens.tolist() == list(range(sum(lengths))), "each token is at its place"
     assert packed.sequences[layout.token_of_slot[24:44]].tolist() == [7] * 18 + [0, 0]
-
-
-def begun(mixture: Path, folder: Path, **changes: Any) -> Any:
-    """Return a run on the embedded base, which was trained, so that the attention matters to the loss."""
-    return started(small(Device(False, "fp32"), scratch=folder, **changes), mixture, folder)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("kernel", "precision", "stage", "rounding"), [("sdpa", "bf16", 1, 1e-2), ("flex", "fp32", 0, 1e-5)]
-)
-def test_the_loss_of_packed_sequences_is_that_of_their_references(
-    kernel, precision, stage, rounding, mixture, tmp_path
-):
-    training = begun(mixture, tmp_path, attention=kernel, precision=precision, zero_stage=stage)
-    chosen = [rows for rows in training.schedule.epoch(0) if len(rows) > 1][:2]
-
-    @torch.no_grad()
-    def loss(*sequences: np.ndarray) -> float:
-        batch = training.loader.build([(rows, 1) for rows in sequences])
-        return float(token_loss(training.engine, batch, training.processor, training.device))
-
-    apart = sum(loss(rows[n : n + 1]) for rows in chosen for n in range(len(rows)))
-    assert loss(*chosen) == pytest.approx(apart, rel=rounding)

@@ -1,0 +1,149 @@
+"""Read conversations about images, in the forms of LLaVA, ShareGPT, OpenAI, ms-swift and LLaMA-Factory.
+
+    [{"from": "human", "value": "<image>\\n<image>\\nWhat changed?"}, {"from": "gpt", "value": "the lamp is out"}]
+    [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What changed?"}]},
+     {"role": "assistant", "content": "the lamp is out"}]
+
+A conversation becomes a question, the answers to it, and the turns before it. A system message is not kept, because the
+template of a model has its own. An image mark (`<image>`) says where in the text an image is. Marks at the start of the
+first question are removed, because images come first by default. Marks elsewhere stay in the text.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from m3diff.datasets.files import describe
+from m3diff.datasets.spec import unexpected
+from m3diff.records.errors import DataError
+
+IMAGE_MARK = "<image>"
+LEADING_MARKS = re.compile(rf"(?:\s*{IMAGE_MARK})+\s*")
+USER_ROLES = ("human", "user")
+ASSISTANT_ROLES = ("gpt", "assistant")
+SYSTEM_ROLES = ("system",)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A question about images, with the turns before it. The values are not yet checked to be text.
+
+    Attributes:
+        history: questions and answers before the question.
+        question: the last question.
+        answers: the answer to the last question, or a list of answers to it.
+        systems: system messages.
+    """
+
+    history: tuple[tuple[Any, Any], ...]
+    question: Any
+    answers: Any
+    systems: tuple[str, ...] = ()
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a value is a list of messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
+
+
+def read_conversation(messages: Sequence[Mapping[str, Any]], key: str) -> Conversation:
+    """Return the turns of a conversation.
+
+    Args:
+        messages: the messages in order, each with a role (`from` or `role`) and a text (`value` or `content`).
+        key: name of the column, for the error.
+
+    Raises:
+        DataError: a message has an unknown role, the messages do not alternate between the user and the assistant,
+            or there is no answer, or a turn before the last has several.
+    """
+    systems = []
+    turns: list[tuple[Any, Any]] = []
+    question = None
+    is_answer_expected = False
+    for number, message in enumerate(messages):
+        role = message.get("from", message.get("role"))
+        text = text_of_content(message.get("value", message.get("content")))
+        if role in SYSTEM_ROLES:
+            if isinstance(text, str) and text.strip():
+                systems.append(text.strip())
+            continue
+        if role not in USER_ROLES + ASSISTANT_ROLES:
+            raise DataError("datasets.unknown_role", key=f"{key}.{number}", value=describe(role))
+        is_answer = role in ASSISTANT_ROLES
+        if is_answer != is_answer_expected:
+            expected = "an answer" if is_answer_expected else "a question"
+            raise DataError("datasets.turns_do_not_alternate", key=f"{key}.{number}", role=role, expected=expected)
+        if is_answer:
+            turns.append((question, text))
+        else:
+            question = text
+        is_answer_expected = not is_answer
+    if not turns or is_answer_expected:
+        raise DataError("datasets.question_without_answer", key=key, turn=len(turns))
+    history = turns[:-1]
+    question, answers = turns[-1]
+    # An answer that depends on earlier turns continues one dialogue. Several answers would be several dialogues
+    for number, (_, answer) in enumerate(turns if history else []):
+        if isinstance(answer, list):
+            raise DataError("datasets.several_answers_in_dialogue", key=key, turn=number, count=len(answer))
+    return Conversation(tuple(history), question, answers, tuple(systems))
+
+
+def read_history(value: Any, key: str) -> tuple[tuple[Any, Any], ...]:
+    """Return the turns in a column `history` of LLaMA-Factory and ms-swift: a list of [question, answer].
+
+    Raises:
+        DataError: the value is not such a list.
+    """
+    if not value:
+        return ()
+    turns = value if isinstance(value, list) else [value]
+    if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
+        raise DataError(unexpected(key, "a list of [question, answer]", value))
+    return tuple((question, answer) for question, answer in turns)
+
+
+def text_of_content(content: Any) -> Any:
+    """Return the text of a message. If its content is a list of parts, join their texts, with a mark for each image.
+
+    Return a list of texts unchanged, because it lists several answers.
+    """
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type")
+        if kind in ("image", "image_url") or "image" in part or "image_url" in part:
+            texts.append(IMAGE_MARK)
+        elif part.get("text"):
+            texts.append(str(part["text"]))
+    return "\n".join(texts)
+
+
+def count_marks(conversation: Conversation) -> int:
+    """Return the number of image marks in the questions of a conversation."""
+    questions = [question for question, _ in conversation.history] + [conversation.question]
+    return sum(question.count(IMAGE_MARK) for question in questions if isinstance(question, str))
+
+
+def without_leading_marks(conversation: Conversation) -> Conversation:
+    """Remove the image marks of a conversation if all of them are at the start of its first question.
+
+    White space around every question is removed, too.
+    """
+    questions = [question for question, _ in conversation.history] + [conversation.question]
+    first_question = questions[0]
+    if isinstance(first_question, str):
+        leading_marks = LEADING_MARKS.match(first_question)
+        if leading_marks and leading_marks[0].count(IMAGE_MARK) == count_marks(conversation):
+            questions[0] = first_question[leading_marks.end() :]
+    questions = [question.strip() if isinstance(question, str) else question for question in questions]
+    answers = [answer for _, answer in conversation.history]
+    return Conversation(
+        history=tuple(zip(questions[:-1], answers, strict=True)),
+        question=questions[-1],
+        answers=conversation.answers,
+        systems=conversation.systems,
+    )

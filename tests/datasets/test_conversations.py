@@ -1,0 +1,280 @@
+"""Questions of a table's own: conversations in the forms of other programs, question columns, and bad rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from m3diff.datasets import pairs
+from m3diff.records.errors import DataError, Fault
+from m3diff.stages.ingest.stage import to_records
+from tests.errors import Message, raises
+from tests.layouts import make_entry, write_json
+
+
+def llava(*texts: str) -> list[dict[str, Any]]:
+    """Return a conversation in which the user begins."""
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+def messages(*texts: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def read(root: Path, rows: list[dict[str, Any]], **options: Any) -> list[Any]:
+    write_json(root / "m.json", rows)
+    return list(pairs.read(root, manifest="m.json", **({"split": "train"} | options)))
+
+
+IMAGES = {"images": "images"}
+CONVERSATION = {"columns": IMAGES | {"captions": "conversations"}}
+PICTURES = ["a.png", "b.png"]
+PARTS = [{"type": "text", "text": "How many?"}, {"type": "text", "text": "Count."}]
+MARKED_PARTS = [{"type": "image"}, {"type": "image_url", "image_url": {"url": "b.png"}}, *PARTS]
+
+
+FORMS = {
+    "LLaVA": ({"conversations": llava("<image>\n<image>\nHow many?\nCount.", "two")}, {}),
+    "ShareGPT": ({"conversations": [{"from": "system", "value": "be brief"}, *llava("How many?\nCount.", "two")]}, {}),
+    "OpenAI": ({"messages": messages(MARKED_PARTS, "two")}, {"captions": "messages"}),
+    "ms-swift": ({"messages": messages("<image><image>How many?\nCount.", "two")}, {"captions": "messages"}),
+    "parts without images": (
+        {"messages": messages(PARTS, [{"type": "text", "text": "two"}])},
+        {"captions": "messages"},
+    ),
+    "alpaca": (
+        {"instruction": "How many?", "input": "Count.", "output": "two"},
+        {"question": "{instruction}\n{input}", "captions": "output"},
+    ),
+    "a question column": ({"q": "How many?\nCount.", "a": ["two"]}, {"question": "q", "captions": "a"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_as_the_same_question(tmp_path, form):
+    fields, columns = FORMS[form]
+    (row,) = read(tmp_path, [fields | {"images": PICTURES}], columns=CONVERSATION["columns"] | columns)
+    assert row.fault is None
+    assert row.question == "How many?\nCount."
+    assert row.references == ["two"]
+    assert row.history == ()
+    assert row.images == ("a.png", "b.png")
+    assert row.image_set == row.scene == "a.png|b.png"
+    assert row.name == "a.png|b.png?0"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_conversations_are_read_from_json_lines_and_parquet(tmp_path, suffix):
+    row = {"images": PICTURES, "conversations": llava("How many?", "two", "Where?", "left"), "kind": "count"}
+    if suffix == "jsonl":
+        (tmp_path / "m.jsonl").write_text(json.dumps(row))
+    else:
+        pl.DataFrame([row]).write_parquet(tmp_path / "m.parquet")
+    columns = CONVERSATION["columns"] | {"kind": "kind"}
+    (record,) = pairs.read(tmp_path, manifest=f"m.{suffix}", split="train", columns=columns)
+    assert record.history == (("How many?", "two"),)
+    assert record.question == "Where?"
+    assert record.references == ["left"]
+    assert record.kind == "count"
+
+
+def test_a_csv_with_a_column_of_questions_is_read(tmp_path):
+    (tmp_path / "m.csv").write_text("before,after,query,reply,type\na.png,b.png,<image><image>How many?,2,count\n")
+    columns = {"question": "query", "captions": "reply", "kind": "type"}
+    (row,) = pairs.read(tmp_path, manifest="m.csv", split="train", columns=columns)
+    assert (row.question, row.references, row.kind) == ("How many?", ["2"], "count")
+    assert row.image_set == "a.png|b.png"
+
+
+def test_a_column_history_has_the_earlier_turns(tmp_path):
+    fields = {"images": PICTURES, "query": "Where?", "response": "left", "history": [["How many?", "two"]]}
+    columns = IMAGES | {"question": "query", "captions": "response", "history": "history"}
+    (row,) = read(tmp_path, [fields], columns=columns)
+    assert row.history == (("How many?", "two"),)
+    (bad,) = read(tmp_path, [fields | {"history": [["How many?"]]}], columns=columns)
+    assert bad.fault.code == "datasets.unexpected_value"
+    assert bad.fault.fields["key"] == "history"
+
+
+@pytest.mark.parametrize(
+    ("texts", "question", "history"),
+    [
+        (("<image> <image>\nWhich?", "x"), "Which?", ()),
+        (("Which of <image> and <image>?", "x"), "Which of <image> and <image>?", ()),
+        (("<image> or <image>?", "x"), "<image> or <image>?", ()),
+        ((" Which? ", "x"), "Which?", ()),
+        (("<image>\n<image>\nWhich?", "x", "Why?", "y"), "Why?", (("Which?", "x"),)),
+        (("<image>\nWhich?", "x", "And <image>?", "y"), "And <image>?", (("<image>\nWhich?", "x"),)),
+        (("<image><image>", "x"), "", ()),
+    ],
+    ids=["at the start", "in the text", "around a word", "none", "of a dialogue", "in two turns", "alone"],
+)
+def test_only_marks_at_the_start_of_the_first_question_are_removed(tmp_path, texts, question, history):
+    (row,) = read(tmp_path, [{"images": PICTURES, "conversations": llava(*texts)}], **CONVERSATION)
+    assert row.fault is None
+    assert row.question == question
+    assert row.history == history
+
+
+def test_a_row_has_zero_one_or_two_images(tmp_path):
+    talk = llava("Hello?", "hi")
+    rows = [{"conversations": talk}, {"images": "a.png", "conversations": talk}]
+    rows += [{"images": [*PICTURES[:number]], "conversations": talk} for number in range(3)]
+    read_rows = read(tmp_path, rows, **CONVERSATION)
+    assert [row.images for row in read_rows] == [(), ("a.png",), ("a.png", "b.png")]
+    assert [row.raw_rows for row in read_rows] == [2, 2, 1]
+    assert [row.image_set for row in read_rows] == [None, "a.png", "a.png|b.png"]
+    assert read_rows[0].name == "no image?0"
+
+
+def test_questions_about_the_same_images_are_records_of_one_image_set(tmp_path):
+    rows = [
+        {"images": PICTURES, "conversations": llava(*texts)}
+        for texts in (("A?", "1"), ("B?", "2"), ("A?", "3"), ("A?", "1", "B?", "2"), ("B?", "4", "B?", "2"))
+    ]
+    records = read(tmp_path, rows, **CONVERSATION)
+    assert [row.name for row in records] == [f"a.png|b.png?{number}" for number in range(4)]
+    assert {row.image_set for row in records} == {"a.png|b.png"}
+    assert [row.references for row in records] == [["1", "3"], ["2"], ["2"], ["2"]]
+
+
+def test_an_id_names_one_question(tmp_path):
+    rows = [{"id": "7", "images": PICTURES, "conversations": llava(text, "x")} for text in ("A?", "B?")]
+    contradiction, record = read(tmp_path, rows, **CONVERSATION)
+    assert record.name == "7"
+    assert record.image_set == "a.png|b.png"
+    assert contradiction.fault == Fault("datasets.repeated_id", key="id", source="m.json, record 0")
+
+
+def test_an_answer_that_is_a_json_list_stays_one_answer(tmp_path):
+    (row,) = read(tmp_path, [{"images": PICTURES, "conversations": llava("Where?", "[0.1, 0.2]")}], **CONVERSATION)
+    assert row.references == ["[0.1, 0.2]"]
+    columns = {"columns": IMAGES | {"question": "q", "captions": "a"}}
+    cells = ["[0.1, 0.2]", '["left", "west"]']
+    rows = read(tmp_path, [{"images": PICTURES, "q": f"{cell}?", "a": cell} for cell in cells], **columns)
+    assert [row.references for row in rows] == [["[0.1, 0.2]"], ["left", "west"]]
+
+
+def several(count: int) -> list[str]:
+    return [f"answer {number}" for number in range(count)]
+
+
+FAULTS = {
+    "three images": (["a", "b", "c"], llava("A?", "x"), "too_many_images", {"limit": 2, "count": 3}),
+    "one mark for two images": (
+        PICTURES,
+        llava("<image>A?", "x"),
+        "marks_differ_from_images",
+        {"marks": 1, "images": 2},
+    ),
+    "a mark without an image": ([], llava("<image>A?", "x"), "marks_differ_from_images", {"marks": 1, "images": 0}),
+    "two user turns": (
+        PICTURES,
+        [*llava("A?"), *llava("B?", "x")],
+        "turns_do_not_alternate",
+        {"key": "conversations.1", "role": "human", "expected": "an answer"},
+    ),
+    "an answer first": (
+        PICTURES,
+        llava("A?", "x")[1:],
+        "turns_do_not_alternate",
+        {"key": "conversations.0", "role": "gpt", "expected": "a question"},
+    ),
+    "a tool": (
+        PICTURES,
+        [*messages("A?"), {"role": "tool", "content": "{}"}],
+        "unknown_role",
+        {"key": "conversations.1", "value": "text 'tool'"},
+    ),
+    "no answer": (PICTURES, llava("A?"), "question_without_answer", {"turn": 0}),
+    "no answer at the end": (PICTURES, llava("A?", "x", "B?"), "question_without_answer", {"turn": 1}),
+    "only a system message": (
+        PICTURES,
+        [{"role": "system", "content": "be brief"}],
+        "question_without_answer",
+        {"turn": 0},
+    ),
+    "several answers in a dialogue": (
+        PICTURES,
+        messages("A?", several(3), "B?", "x"),
+        "several_answers_in_dialogue",
+        {"turn": 0, "count": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_conversation_that_cannot_be_read_is_a_fault_of_its_row(tmp_path, case):
+    images, conversation, code, fields = FAULTS[case]
+    sound = {"images": PICTURES, "conversations": llava("Z?", "z")}
+    row, sound_row = read(tmp_path, [{"images": images, "conversations": conversation}, sound], **CONVERSATION)
+    assert row.fault.code == f"datasets.{code}"
+    assert {name: row.fault.fields[name] for name in fields} == fields
+    assert sound_row.fault is None
+
+
+def test_a_row_with_a_fault_has_no_fault_about_its_number_of_images(tmp_path):
+    write_json(tmp_path / "m.json", [{"images": ["a.png"], "conversations": llava("A?")}])
+    entry = make_entry("pairs", tmp_path, manifest="m.json", split="train", **CONVERSATION)
+    (record,), _ = to_records("d", entry, pairs.read(tmp_path, **entry.options))
+    assert Message("datasets.question_without_answer", key="conversations", turn=0).in_text(record["fault"])
+    assert not Message("datasets.unexpected_value", key="images").in_text(record["fault"])
+
+
+def test_a_list_of_answers_in_one_turn_is_its_references(tmp_path):
+    (row,) = read(tmp_path, [{"images": PICTURES, "conversations": messages("A?", several(3))}], **CONVERSATION)
+    assert row.references == several(3)
+
+
+MIXED = [
+    {"images": PICTURES, "conversations": llava("A?", "x")},
+    {"images": ["a.png"], "conversations": llava("A?", "x")},
+    {"conversations": llava("A?", "x")},
+    {"images": ["a.png", "b.png", "c.png"], "conversations": llava("A?", "x")},
+    {"images": PICTURES, "conversations": llava("A?", "x", "B?", "y")},
+    {"images": PICTURES, "conversations": llava("C?")},
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "sources", "notes"),
+    [
+        (
+            {"pairs_only": True},
+            [0],
+            [
+                "rows skipped by pairs_only: 5: 1 image (1), 0 images (1), 3 images (1), 2 answers (1), no answer (1); "
+                "the first is m.json, record 1"
+            ],
+        ),
+        (
+            {"image_counts": [0, 1, 2]},
+            [5, 0, 1, 2, 4],
+            ["rows skipped by image_counts: 1: 3 images (1); the first is m.json, record 3"],
+        ),
+        ({}, [3, 5, 0, 1, 2, 4], []),
+    ],
+    ids=["pairs only", "counts of images", "all"],
+)
+def test_rows_are_skipped_by_their_images_and_counted(tmp_path, options, sources, notes):
+    write_json(tmp_path / "m.json", MIXED)
+    rows = pairs.read(tmp_path, manifest="m.json", split="train", **CONVERSATION, **options)
+    assert [row.source for row in rows] == [f"m.json, record {number}" for number in sources]
+    assert rows.notes == notes
+
+
+def test_different_system_messages_in_a_file_need_a_decision(tmp_path):
+    systems = [[{"from": "system", "value": text}] for text in ("be brief", "be long", "be brief")]
+    rows = [
+        {"images": PICTURES, "conversations": [*system, *llava(f"{number}?", "x")]}
+        for number, system in enumerate(systems)
+    ]
+    with raises(DataError, "datasets.options_do_not_match", names=["systems"]) as refused:
+        read(tmp_path, rows, **CONVERSATION)
+    (fault,) = refused.value.fields["faults"]
+    assert fault.code == "datasets.several_systems"
+    assert fault.fields["value"] == 2
+    assert len(read(tmp_path, rows, confirmed=["systems"], **CONVERSATION)) == 3
+    assert len(read(tmp_path, [rows[0], rows[2]], **CONVERSATION)) == 2
