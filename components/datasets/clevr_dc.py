@@ -48,7 +48,7 @@ def read(root: Path) -> Iterator[spec.Row]:
 
 
 def recognise(root: Path) -> bool:
-    """Return whether the captions are those of numbered scenes. Much other data has a captions.json.
+    """Return whether the captions describe numbered scenes. Much other data has a captions.json.
 
     Without readable captions, the folders of the images decide.
     """

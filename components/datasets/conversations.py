@@ -17,8 +17,8 @@ from typing import Any
 from m3diff.datasets.files import describe
 from m3diff.datasets.spec import unexpected
 from m3diff.records.errors import DataError
+from m3diff.records.sample import IMAGE_MARK
 
-IMAGE_MARK = "<image>"
 LEADING_MARKS = re.compile(rf"(?:\s*{IMAGE_MARK})+\s*")
 USER_ROLES = ("human", "user")
 ASSISTANT_ROLES = ("gpt", "assistant")

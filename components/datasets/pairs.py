@@ -49,10 +49,9 @@ image set. If they also have the same question and history, they are one record 
 `0` matches "0.0", but a quoted "no" is a text. An option that is probably a mistake is refused unless it is listed in
 `confirmed`. For example, `where` or `no_change` may match no row or every row. Or the table may not contain the
 `separator`, a name in `splits`, or a name in `columns` that is optional or one of several. Or its conversations have
-different system messages, which are not read (`systems`). Captions that were probably
-not written by a person are counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes,
-repeats). Each kind that occurs in a test split must be confirmed. Change types such as "unchanged" or "No change" are
-read as `none`.
+different system messages, which are not read (`systems`). Captions that were probably not written by a person are
+counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes, repeats). Each kind that occurs in
+a test split must be confirmed. Change types such as "unchanged" or "No change" are read as `none`.
 
 Paths are relative to the root. An absolute path or a file:// URL must point into the root. A Parquet file may contain
 the images, in the format of the `datasets` library (`Image`, or a list of these); ingest writes them to files next to
@@ -391,7 +390,7 @@ class _OptionChecks:
         """Yield a sentence with the number of system messages that are not read."""
         count = sum(counts.total() for counts in self._systems.values())
         if count:
-            yield f"{count:,} system messages are not read, because the template of the model has its own"
+            yield f"the template of the model replaces {format_count(count, 'system message')} of the conversations"
 
     def separate(self, captions: Any) -> Any:
         """Split each text in a list of captions at the separator. Return any other value unchanged."""
@@ -618,7 +617,7 @@ class _SkippedRows:
     def _reason(self, fields: Mapping[str, Any], fault: Fault | None) -> str | None:
         images = len(fields["images"])
         if self.image_counts is not None and images not in self.image_counts:
-            return "1 image" if images == 1 else f"{images} images"
+            return format_count(images, "image")
         if not self.one_answer:
             return None
         if fault is not None and fault.code == "datasets.question_without_answer":

@@ -129,7 +129,7 @@ def augment(settings: Blip2IDCSettings, prepared: Prepared, rng: "np.random.Gene
     from m3diff.models.blip2idc_model import augment_pair
 
     pair = augment_pair(settings.augment, prepared.tensors["pixels"].numpy(), rng)
-    return prepared._replace(tensors={"pixels": torch.from_numpy(pair)})
+    return prepared._replace(tensors={"pixels": torch.tensor(pair)})
 
 
 # The prompt consists only of BLIP-2's start token, because the model does not read a question

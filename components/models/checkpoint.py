@@ -252,14 +252,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def trained_question(manifest: Mapping[str, Any]) -> str | None:
-    """Return the question that a model was trained on, or None if its manifest does not name it.
-
-    A checkpoint from before manifests had the field `trained_on` does not name it.
-    """
-    return read_trained_on(manifest).question
-
-
 def read_trained_on(manifest: Mapping[str, Any]) -> TrainedOn:
     """Return the samples that a model was trained on.
 

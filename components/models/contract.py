@@ -60,7 +60,7 @@ class Processor(Protocol):
 
         Args:
             images: the images. If it is an iterator that decodes them, a processor that prepares each image by itself
-                holds only one decoded image at a time.
+                holds only one decoded image at a time. The iterator may change an image once the next one is requested.
         """
 
     def blank_pair(self) -> Prepared:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Default question of a model whose manifest names no question: the first question of the task `difference` in
 # profiles/questions.yaml
 QUESTION = "What has changed from the first image to the second?"
+
+CACHED_PROMPTS = 256  # number of prompts whose tokens are kept, since most samples ask one of a few questions
 
 
 class Captioner:
@@ -76,13 +79,19 @@ class Captioner:
         """Return why the model cannot answer a sample, or None if it can. See `sample_limits.fault_of_sample`."""
         return fault_of_sample(self.family.takes, self.trained_on, images, question, earlier_turns)
 
-    def encode_prompt(self, turns: Sequence[Turn], images: int) -> tuple[int, ...]:
-        """Return the token ids of the prompt for a dialogue about this number of images.
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
+        """Return the token ids of the prompt for a dialogue. See the processor's `encode_prompt`.
+
+        The tokens are cached, because callers also encode prompts to find those of the same length.
 
         Raises:
             ValueFault: a text contains a mark of an image.
         """
-        return self.processor.encode_prompt(turns, self.processor.marks(images))
+        return self._cached_encode_prompt(tuple(turns), tuple(marks))
+
+    @cached_property
+    def _cached_encode_prompt(self) -> Callable[[tuple[Turn, ...], tuple[str, ...]], tuple[int, ...]]:
+        return lru_cache(maxsize=CACHED_PROMPTS)(self.processor.encode_prompt)
 
     @torch.inference_mode()
     def answer(
@@ -105,7 +114,7 @@ class Captioner:
         device = self.model.device
         prompts = []
         for images, turns in zip(prepared, dialogues, strict=True):
-            prompts.append(self.processor.encode_prompt(turns, images.marks))
+            prompts.append(self.encode_prompt(turns, images.marks))
         inputs = {name: tensor.to(device) for name, tensor in pad_prompts(prompts, self.processor.pad_id).items()}
         inputs |= self.processor.image_inputs(self.processor.collate(prepared), device)
         decoding = {

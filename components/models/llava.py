@@ -4,7 +4,7 @@ The classes extend transformers' LLaVA-OneVision. The module of a family compare
 images of a batch have the base's visual tokens.
 
 Shapes: I images, P pairs among them, N patches per image, D width of the vision encoder, W width of the LLM. The images
-of an image set are adjacent; those of a pair are ordered before, after.
+of an image set are adjacent; the images of a pair are ordered before, after.
 """
 
 from collections.abc import Iterator, Sequence

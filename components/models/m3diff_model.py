@@ -315,7 +315,7 @@ class M3DiffModel(LlavaOfPairs):
         features_1 = [f.index_select(0, before) for f in levels]
         features_2 = [f.index_select(0, after) for f in levels]
 
-        # 3. fuse the levels, and put the fused features in the places of the pairs: [I, N, D]
+        # 3. fuse the levels, and replace the features of the pairs by the fused features: [I, N, D]
         base_features_1 = base_features.index_select(0, before)
         base_features_2 = base_features.index_select(0, after)
         fused = self.mdp(features_1, features_2, base_features_1, base_features_2)

@@ -2,7 +2,7 @@
 
 The first tokens that all branches share, which are mostly the images and the question, are the prefix of the sequence.
 Each branch attends to the prefix and to itself but not to other branches. Its positions continue from the end of the
-prefix. Loss and gradients equal those of one sequence per branch.
+prefix. Loss and gradients are the same as with one sequence per branch.
 
 The B sequences of a micro-batch are concatenated into one row of T tokens. Padding is only needed for FlexAttention, at
 the end of the row, where it reduces the number of distinct row lengths.
@@ -21,10 +21,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from m3diff.models.contract import Branch, Processor, TrainingSequence
 from m3diff.models.device import Device
 from m3diff.models.fused import FLEX_BLOCK, Layout
+from m3diff.records.sample import PAIR
 
 PREFIX = 0
 PAD = -1
-PAIR = 2  # images of a pair
 
 # SDPA requires rectangles, each made of sequences that are padded to the same length. These are the maximum number of
 # rectangles per micro-batch and the minimum number of sequences per rectangle. More rectangles mean less padding but

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+PAIR = 2  # number of images of a pair
 MOST_IMAGES = 2  # number of images that a question can be about
 IMAGE_MARK = "<image>"  # where a question of a dataset says that an image belongs in the text
 

@@ -208,12 +208,12 @@ def read_trained_question(version: ModelVersion) -> str | None:
         OSError: the manifest of the checkpoint is missing.
         ValueError: the manifest is not JSON.
     """
-    from m3diff.models.checkpoint import MANIFEST, trained_question  # imports torch, which takes seconds
+    from m3diff.models.checkpoint import MANIFEST, read_trained_on  # imports torch, which takes seconds
 
     uri = f"models:/{version.name}/{version.version}/artifacts/checkpoint/{MANIFEST}"
     with tempfile.TemporaryDirectory() as folder:
         manifest = json.loads(Path(artifacts.download_artifacts(artifact_uri=uri, dst_path=folder)).read_text())
-    return trained_question(manifest) if isinstance(manifest, dict) else None
+    return read_trained_on(manifest).question if isinstance(manifest, dict) else None
 
 
 def find_stored_model(client: MlflowClient, version: ModelVersion) -> LoggedModel:

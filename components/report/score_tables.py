@@ -200,7 +200,7 @@ def answer_table(protocol: str, scores: ProtocolScores) -> Table | None:
 
 
 def make_answer_row(name: str, scores: Scores, intervals: Mapping[str, Interval], columns: Iterable[str]) -> TableRow:
-    """Return the row for all questions of a protocol or for a kind of question, with their number."""
+    """Return the number and the scores of the questions of a protocol, or of one kind of question, as a row."""
     cells = tuple(make_cell(scores.get(score), intervals.get(score)) for score in columns)
     return TableRow(name, (f"{scores['questions']:,}",), cells)
 

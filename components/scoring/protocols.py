@@ -74,7 +74,7 @@ class ProtocolPairs:
 
     @property
     def has_questions(self) -> bool:
-        """Whether a record has a question of its own."""
+        """Whether at least one record has a question of its own."""
         return any(pair.question is not None for pair in self.pairs)
 
     def select(self, records: SelectedRecords) -> "ProtocolPairs":

@@ -378,7 +378,7 @@ def answer_requests(captioner: "Captioner", requests: Sequence[PreparedRequest])
     positions_by_group: dict[tuple[int, int, bool], list[int]] = {}
     for position, request in enumerate(requests):
         marks = request.images.marks
-        prompt_tokens = len(captioner.processor.encode_prompt(request.turns, marks))
+        prompt_tokens = len(captioner.encode_prompt(request.turns, marks))
         group = (len(marks), prompt_tokens, request.overlay_images is not None)
         positions_by_group.setdefault(group, []).append(position)
     answers: dict[int, BatchAnswer] = {}

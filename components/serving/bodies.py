@@ -16,13 +16,12 @@ from starlette.requests import Request
 
 from m3diff.datasets.tables import SIDES
 from m3diff.records.errors import format_count
-from m3diff.records.sample import Turn
+from m3diff.records.sample import MOST_IMAGES, Turn
 from m3diff.serving.batcher import AnswerRequest
 from m3diff.serving.refusals import MAX_EXCERPT_CHARS, RequestRefusedError, shorten, unprocessable
 
 MAX_FORM_FIELDS = 16
 MAX_HISTORY_FIELD = 100_000  # maximum number of characters of the field `history` in a form
-MAX_CHAT_IMAGES = 2
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
 DATA_URL_PREFIX = re.compile(rb"data:image/[\w.+-]+;base64,")
 WHITESPACE = b" \t\n\r\v\f"
@@ -356,7 +355,7 @@ def _check_messages(messages: list[ChatMessage]) -> None:
     if len(messages) % 2 == 0:
         faults.append("the last message is not from the user")
     images = sum(len(message.urls) for message in messages)
-    if faults or images > MAX_CHAT_IMAGES:
+    if faults or images > MOST_IMAGES:
         texts = sum(len(message.texts) for message in messages)
         counts = ", ".join(
             [format_count(len(messages), "message"), format_count(images, "image"), format_count(texts, "text")]

@@ -37,7 +37,7 @@ from m3diff.models.sample_limits import TrainedOn, answerable_images, fault_of_s
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, ValueFault, cause_of, shell_word
 from m3diff.records.progress import progress
-from m3diff.records.sample import Turn
+from m3diff.records.sample import MOST_IMAGES, Turn
 from m3diff.serving.questions import note_about_sample
 from m3diff.settings.section import ParamsError
 
@@ -49,7 +49,6 @@ MAX_LISTED_NAMES = 5
 EXPECTED_INPUT = Fault("serving.expected_input")
 BATCH_INPUTS = 8
 MAX_PREPARED_BYTES = 1 << 30  # bytes of prepared images from which a batch gets no further input
-MAX_IMAGES = 2
 GAP_PX = 12  # width of the gap between the two images of an overlay
 IMAGE_COLUMN = "image"
 QUESTION_COLUMN = "question"
@@ -234,7 +233,7 @@ def _inputs_in_table(table: Path, roots: list[Path], columns: Mapping[str, str] 
 
 
 def _with_names(inputs: Sequence[CaptionInput]) -> list[CaptionInput]:
-    """Return the inputs with distinct names, which `names_of` derives from their images."""
+    """Return the inputs with names derived from their images by `names_of`, so that no two names are equal."""
     names_of_images = iter(names_of([(item.images[0], item.images[-1]) for item in inputs if item.images]))
     named_inputs = []
     for number, item in enumerate(inputs, 1):
@@ -261,7 +260,7 @@ def _image_values(location: str, row: Mapping[str, Any], columns: Mapping[str, s
     if "images" not in columns:
         return list(zip(SIDES, images_of(location, row, columns), strict=True))
     images = look_up(row, columns["images"])
-    if not isinstance(images, list) or len(images) > MAX_IMAGES:
+    if not isinstance(images, list) or len(images) > MOST_IMAGES:
         raise DataError("serving.not_a_list_of_images", path=location, key=columns["images"], value=describe(images))
     return [("images", image) for image in images]
 
@@ -511,7 +510,7 @@ def _load_sample(
     prepared = captioner.processor.prepare(images)
     turns = (*item.history, captioner.ask(item.question))
     try:
-        prompt = captioner.processor.encode_prompt(turns, prepared.marks)
+        prompt = captioner.encode_prompt(turns, prepared.marks)
     except ValueFault as error:
         return error.fault
     return LoadedSample(
@@ -597,7 +596,7 @@ def check_question(captioner: "Captioner", question: str | None) -> None:
     if not question:
         return
     try:
-        captioner.encode_prompt((Turn(question),), images=2)
+        captioner.encode_prompt((Turn(question),), captioner.processor.marks(2))
     except ValueError as error:
         raise ParamsError("serving.unusable_question", value=question, cause=cause_of(error)) from error
 

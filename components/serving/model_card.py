@@ -18,6 +18,7 @@ from typing import Any
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
+from m3diff.datasets.tables import SIDES
 from m3diff.provenance import git
 from m3diff.provenance.dvc import DVC_LOCK, Lock, dvc_hash, md5, object_file, read_file_list, read_lock, run_dvc
 from m3diff.records.errors import DataError, data_error_if_unreadable, format_count
@@ -25,7 +26,6 @@ from m3diff.records.files import sha256
 from m3diff.records.tables import part_paths
 from m3diff.registry.local_store import read_stored_tags
 from m3diff.registry.model_source import Source
-from m3diff.serving.caption import SIDES
 from m3diff.settings.tree import Params
 
 MAX_EXAMPLES = 6

@@ -185,3 +185,18 @@ def test_nothing_is_dropped_from_the_embedded_base_and_from_a_hub_folder(plain, 
 def test_a_checkpoint_without_settings_keeps_the_bytes_of_its_generation_config(plain):
     written = json.loads((plain[0] / GENERATION_CONFIG_FILE).read_text())
     assert written == json.loads((plain[0].parent / "base" / GENERATION_CONFIG_FILE).read_text())
+
+
+def test_a_repeated_question_is_encoded_once(plain, monkeypatch):
+    captioner = load_captioner(plain[0], MAX_NEW_TOKENS)
+    encode_prompt = captioner.processor.encode_prompt
+    encoded = []
+
+    def record(turns: Any, marks: Any) -> tuple[int, ...]:
+        encoded.append(turns[-1].question)
+        return encode_prompt(turns, marks)
+
+    monkeypatch.setattr(captioner.processor, "encode_prompt", record)
+    for question in ("What changed?", "What changed?", "Is it gone?"):
+        captioner.caption(images_of_pairs(), question)
+    assert encoded == ["What changed?", "Is it gone?"]

@@ -1,4 +1,4 @@
-"""Pairs, single images and text in one micro-batch: loss and gradients equal those of the samples one by one."""
+"""A micro-batch of pairs, single images and texts has the same loss and gradients as its samples processed singly."""
 
 from typing import Any, NamedTuple
 

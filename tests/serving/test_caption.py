@@ -133,12 +133,13 @@ class Model:
         self.dialogues = list[Any]()
         self.batches = list[int]()
         self.images = list[Any]()
-        self.processor = SimpleNamespace(
-            prepare=prepare_images, encode_prompt=lambda turns, marks: tuple(range(len(str(turns))))
-        )
+        self.processor = SimpleNamespace(prepare=prepare_images)
 
     def ask(self, question: str | None) -> Turn:
         return Turn(question or self.question)
+
+    def encode_prompt(self, turns: Any, marks: Any) -> tuple[int, ...]:
+        return tuple(range(len(str(turns))))
 
     def answer(self, prepared: list[Prepared], dialogues: list[Any], saliency: bool) -> Any:
         self.dialogues += dialogues
@@ -691,7 +692,7 @@ def test_a_question_of_a_table_that_cannot_be_encoded_is_a_fault_of_its_row(imag
             raise ValueFault("models.question_with_image_mark", value="<image>")
         return (1,)
 
-    model.processor.encode_prompt = encode_prompt
+    model.encode_prompt = encode_prompt
     inputs = [*pairs(images, 1, "a <image>"), *pairs(images, 1)]
     refused, answered = answer_inputs(model, inputs, None)
     assert refused == CaptionOutput(inputs[0], None, Fault("models.question_with_image_mark", value="<image>"))

@@ -378,6 +378,7 @@ class RecordingCaptioner:
     def __init__(self) -> None:
         self.toy = toy.ToyCaptioner("one")
         self.processor = self.toy.processor
+        self.encode_prompt = self.toy.encode_prompt
         self.calls: list[tuple[list[str], bool]] = []
 
     def answer(self, prepared: list[Prepared], dialogues: list[Any], saliency: bool) -> Any:
@@ -566,5 +567,8 @@ def test_a_replica_answers_about_one_image_or_two_with_the_turns_before_the_ques
     answers = asyncio.run(answer_all())
     assert [answer.text for answer in answers] == expected
     assert [answer.overlay is not None for answer in answers] == [True, True, False, False]
-    prompts = [captioner.encode_prompt(dialogue_turns, len(images)) for images, dialogue_turns in samples]
+    prompts = [
+        captioner.encode_prompt(dialogue_turns, captioner.processor.marks(len(images)))
+        for images, dialogue_turns in samples
+    ]
     assert [answer.prompt_tokens for answer in answers] == [len(prompt) for prompt in prompts]

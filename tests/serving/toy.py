@@ -74,14 +74,16 @@ class ToyCaptioner:
         self.processor = SimpleNamespace(
             tokenizer=self.tokenizer,
             prepare=prepare_toy,
-            encode_prompt=lambda turns, marks: tuple(range(len(texts_of(turns)) + len(marks))),
             encode_answer=lambda text: list(range(1 + len(text.split()))),
         )
+
+    def encode_prompt(self, turns, marks) -> tuple[int, ...]:
+        return tuple(range(len(texts_of(turns)) + len(marks)))
 
     def answer(self, prepared, dialogues, saliency=False) -> tuple[list[str], np.ndarray | None]:
         time.sleep(COMPUTE_S)
         samples = list(zip(prepared, dialogues, strict=True))
-        lengths = {len(self.processor.encode_prompt(turns, images.marks)) for images, turns in samples}
+        lengths = {len(self.encode_prompt(turns, images.marks)) for images, turns in samples}
         assert len(lengths) == 1, "a prompt would be padded"
         assert len({len(images.marks) for images in prepared}) == 1, "numbers of images differ"
         if any(turns[-1].question == "Break down?" for turns in dialogues):

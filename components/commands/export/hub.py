@@ -44,7 +44,7 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
         DataError: the checkpoint is missing or incomplete, `out` exists, or the licence of a training dataset does not
             permit training or redistribution.
     """
-    from m3diff.models.checkpoint import trained_question, verify_manifest, write_manifest
+    from m3diff.models.checkpoint import read_trained_on, verify_manifest, write_manifest
     from m3diff.models.generation import QUESTION
 
     if out.exists():
@@ -55,7 +55,7 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
     notices = licence_notices(training_specs, ("train", "redistribute"), allow_unlicensed)
     checkpoint = params.paths.model / "checkpoint"
     manifest = verify_manifest(checkpoint)
-    question = trained_question(manifest) or QUESTION
+    question = read_trained_on(manifest).question or QUESTION
     family = find_family(checkpoint, manifest)
     example = find_example(params.paths, datasets)
     out.parent.mkdir(parents=True, exist_ok=True)

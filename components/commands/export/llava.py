@@ -24,9 +24,9 @@ from typing import Any
 import polars as pl
 
 from m3diff.commands.export.datasets import find_spec, licence_notices
-from m3diff.datasets.conversations import IMAGE_MARK
 from m3diff.records.errors import DataError
 from m3diff.records.progress import progress
+from m3diff.records.sample import IMAGE_MARK
 from m3diff.records.schemas import SPLITS
 from m3diff.records.tables import iterate_parts, part_paths
 from m3diff.stages.ingest.params import DatasetEntry

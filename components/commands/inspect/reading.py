@@ -13,13 +13,13 @@ from m3diff.commands.inspect.lines import list_problems
 from m3diff.commands.inspect.missing_images import remedies_for_missing_images
 from m3diff.commands.inspect.other_columns import remedy_for_missing_columns
 from m3diff.datasets import DATASETS
-from m3diff.datasets.conversations import IMAGE_MARK
 from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts, first_source
 from m3diff.datasets.drawn_split import SplitShares, describe_shares, propose_shares
 from m3diff.datasets.files import Embedded, read_json
 from m3diff.datasets.odd_captions import OddCaptions
 from m3diff.datasets.spec import Published, Row, SplitCount, read_with_notes
 from m3diff.records.errors import DataError, Fault, format_count
+from m3diff.records.sample import IMAGE_MARK
 from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import odd_captions_of, to_records

@@ -150,7 +150,7 @@ def read_numbers(text: str) -> ReadNumbers:
 
 
 def read_number(text: str) -> Decimal | None:
-    """Return the only number in a text, or None if it has none or several different ones."""
+    """Return the number in a text. None if the text has no number, or has different numbers."""
     numbers = set(read_numbers(text).numbers)
     return numbers.pop() if len(numbers) == 1 else None
 

@@ -32,6 +32,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import SplitCount
 from m3diff.records.errors import DataError, ParamsError, cause_of
 from m3diff.records.files import StageReport
+from m3diff.records.sample import IMAGE_MARK
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.records.tables import iterate_parts, load_table, part_bounds, part_paths, write_parts
 from m3diff.stages.convert.params import Convert, MixtureSource
@@ -69,8 +70,6 @@ class Draw(IntEnum):
 
 
 SHARD_SAMPLES = 100_000
-
-IMAGE_MARK = "<image>"  # placeholder for an image in a prompt; questions must not contain it
 
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 

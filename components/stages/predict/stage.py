@@ -47,7 +47,7 @@ from m3diff.records.errors import (
 )
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import prefetch, progress
-from m3diff.records.sample import ImageRef, Turn
+from m3diff.records.sample import PAIR, ImageRef, Turn
 from m3diff.records.tables import part_paths
 from m3diff.runtime import prepare
 from m3diff.settings.compute import Compute
@@ -82,8 +82,6 @@ class PredictionItem(NamedTuple):
 
 
 COLUMNS = ["record", "images", "history", "question"]
-
-PAIR = 2  # images of a pair
 
 
 class Batch(NamedTuple):
@@ -336,9 +334,9 @@ def check_items(items: Sequence[PredictionItem], takes: Takes) -> None:
         DataError: an item has a number of images or earlier turns that the family cannot process.
     """
     for item in items:
-        if len(item.images) not in takes.images:
-            number = len(item.images)
-            raise DataError("predict.images_not_taken", name=item.id, images=number, expected=list(takes.images))
+        images = len(item.images)
+        if images not in takes.images:
+            raise DataError("predict.images_not_taken", name=item.id, images=images, expected=list(takes.images))
         if len(item.turns) > 1 and not takes.turns:
             raise DataError("predict.turns_not_taken", name=item.id)
 

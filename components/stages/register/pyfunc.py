@@ -57,7 +57,7 @@ class PyfuncCaptioner(PythonModel):
         samples = [self.read_row(row) for row in rows]
         numbers_by_group: dict[tuple[int, int], list[int]] = {}
         for number, (images, turns) in enumerate(samples):
-            prompt = self.captioner.encode_prompt(turns, len(images))
+            prompt = self.captioner.encode_prompt(turns, self.captioner.processor.marks(len(images)))
             numbers_by_group.setdefault((len(images), len(prompt)), []).append(number)
         answers: dict[int, str] = {}
         for numbers in numbers_by_group.values():

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from m3diff.scoring.metrics.answers import is_exact_match
 
 from m3diff.models import FAMILIES
 from m3diff.models.contract import Processor
@@ -20,6 +19,7 @@ from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
 from m3diff.models.tuning import unwrap_model
 from m3diff.scoring.characters import space_out_characters
+from m3diff.scoring.metrics.answers import is_exact_match
 from m3diff.stages.train import batches, engine
 from m3diff.stages.train.job import Job, WorkerContext
 
@@ -170,7 +170,7 @@ class Validation:
         rows_by_shape: dict[tuple[int, int], list[int]] = {}  # by number of images and length of the prompt
         for row in own_rows:
             images = len(self.samples.images(row))
-            prompt = captioner.encode_prompt(self.samples.turns(row), images)
+            prompt = captioner.encode_prompt(self.samples.turns(row), self.processor.marks(images))
             rows_by_shape.setdefault((images, len(prompt)), []).append(row)
         answers: dict[int, str] = {}
         for rows in rows_by_shape.values():

@@ -24,7 +24,7 @@ import polars as pl
 
 from m3diff.datasets.tables import SIDES
 from m3diff.images.check import OK
-from m3diff.records.sample import MOST_IMAGES
+from m3diff.records.sample import IMAGE_MARK, MOST_IMAGES
 from m3diff.records.schemas import SPLITS
 
 # If a pair is in two splits, it is removed from the split with the lower rank, so that test sets stay complete
@@ -32,9 +32,6 @@ SPLIT_RANKS = {"train": 0, "val": 1, "test": 2}
 
 # HTML, and special tokens of chat templates (`<image>`, `<|im_end|>`), which would change the meaning of a prompt
 MARKUP = r"<[/!|]?[A-Za-z][^<>]*>|&(?:[a-z]{2,8}|#\d+|#x[0-9a-fA-F]+);"
-
-# A mark in a question says where an image is, and is no markup
-IMAGE_MARK = "<image>"
 
 IMAGE_COLUMNS = tuple(f"image_{number}" for number in range(1, MOST_IMAGES + 1))
 NO_PATH_VERDICT = "is not given"  # verdict used if the row does not name an image

@@ -312,7 +312,7 @@ def flag_counted_rows(check_results: CheckResults, allow_lost_test_pairs: bool) 
         is_missing &= pl.col("own_split").ne_missing("test")
     counted_rows = check_results.facts.select("own_split", "image_set", "question", is_counted=~is_missing)
     if counted_rows["question"].is_not_null().any():
-        # the expected numbers are those of pairs, so several questions about a pair count once
+        # The dataset is expected to have a number of pairs, so several questions about a pair count once
         is_first = pl.struct("is_counted", "own_split", "image_set").is_first_distinct()
         counted_rows = counted_rows.with_columns(is_counted=pl.col("is_counted") & is_first)
     return counted_rows["is_counted"].cast(pl.Int64)
