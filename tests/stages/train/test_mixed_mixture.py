@@ -136,12 +136,12 @@ PAIR_ROW = (2, "toy/1", "What changed?", None)
 def test_a_family_refuses_samples_that_it_cannot_take(family, row, code, fields):
     processor = SimpleNamespace(places_images=False)
     takes = FAMILIES[family].takes
-    check_samples(samples_of(PAIR_ROW), family, takes, processor)
-    fields = fields | {"value": 1, "family": family, "names": ["toy"], "name": row[1]}
+    check_samples(samples_of(PAIR_ROW), "test", family, takes, processor)
+    fields = fields | {"value": 1, "split": "test", "family": family, "names": ["toy"], "name": row[1]}
     with raises(ParamsError, code, **fields):
-        check_samples(samples_of(PAIR_ROW, row), family, takes, processor)
+        check_samples(samples_of(PAIR_ROW, row), "test", family, takes, processor)
 
 
 def test_a_family_that_places_images_takes_marks_in_texts():
     processor = SimpleNamespace(places_images=True)
-    check_samples(samples_of((2, "toy/2?1", "Is <image> older?", None)), "m3diff", Takes(), processor)
+    check_samples(samples_of((2, "toy/2?1", "Is <image> older?", None)), "train", "m3diff", Takes(), processor)
