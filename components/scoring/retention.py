@@ -69,18 +69,19 @@ def compare_with_base(
     table = score_table(listed_metrics, [*protocols, *base_protocols], scores)
     scores_by_protocol = {}
     for protocol in protocols:
-        both = (scores[protocol.name], scores[f"{BASE_PREFIX}{protocol.name}"])
+        model_scores = scores[protocol.name]
+        base_scores = scores[f"{BASE_PREFIX}{protocol.name}"]
         intervals = intervals_of_changes(table, protocol.name, listed_metrics)
         by_kind = {}
         records_by_kind = {}
         for group, ids in protocol.groups.items():
             folder, _, kind = group.partition("/")
             if folder == KINDS:
-                by_kind[kind] = scores_of_group(group, *both)
+                by_kind[kind] = scores_of_group(group, model_scores, base_scores)
                 records_by_kind[kind] = len(ids)
         scores_by_protocol[protocol.name] = RetentionScores(
             records=len(protocol.pairs),
-            scores=scores_of_group(ALL_PAIRS, *both, intervals),
+            scores=scores_of_group(ALL_PAIRS, model_scores, base_scores, intervals),
             records_by_kind=records_by_kind,
             by_kind=by_kind,
         )

@@ -248,7 +248,10 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, job.checkpoint)}.jsonl")
     with journal:
         if journal.predictions:
-            print(f"predict: resumed; {len(journal.predictions)} captions of an earlier run are kept", flush=True)
+            kept_captions = format_count(
+                len(journal.predictions), "caption of an earlier run is", "captions of an earlier run are"
+            )
+            print(f"predict: resumed; {kept_captions} kept", flush=True)
         answer_missing_items(job, items_of_model, cfg.batch_pairs, journal)
         answer_missing_items(replace(job, uses_base=True), items_of_base, cfg.batch_pairs, journal)
         for set_name, set_items in (items_of_model | items_of_base).items():
