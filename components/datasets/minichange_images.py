@@ -7,7 +7,8 @@ dataset. Only two of its files are read, besides the images:
     scenes.json                               the content of each image, from which the answers are derived
     splits.json                               {"train": [123, ...], "val": [...], "test": [...]}
 
-Each scene gives two questions about one image, of the same forms as in the base's pre-training (`questions.py`):
+Each scene gives one question about one image, of a kind that the base learned in its pre-training (`questions.py`).
+The kinds take turns by the number of the scene:
 
     describe    "Describe the image."                   "at the top a small red box, at the left a large blue cone"
     objects     "Describe the red box, the mark, ..."   "at the top a small red box, nothing, ..."
@@ -27,29 +28,29 @@ from m3diff.datasets.minichange.questions import ask_for_images, ask_for_objects
 from m3diff.datasets.spec import DatasetSpec, Licence, Protocol, Row
 
 SEED = 4127
-QUESTION_BY_KIND = {"describe": ask_for_images, "objects": ask_for_objects}
+ASK = {"describe": ask_for_images, "objects": ask_for_objects}  # functions that ask, by kind of question
+KINDS = tuple(ASK)
 
 
 def read(root: Path) -> Iterator[Row]:
-    """Yield the rows of each scene in the order of `splits.json`: one row per kind of question."""
+    """Yield one row per scene, in the order of `splits.json`."""
     scene_by_path = read_scenes(root).scene_by_path
     for split, numbers in read_splits(root / "splits.json").items():
         for number in numbers:
             path = image_paths(number)[0]
-            rng = np.random.default_rng([SEED, number])
-            for kind, ask in QUESTION_BY_KIND.items():
-                question, answer = ask(rng, [scene_by_path[path]])
-                yield Row(
-                    name=f"{number:06d}?{kind}",
-                    split=split,
-                    scene=f"{number:06d}",
-                    image_set=f"{number:06d}",
-                    images=(path,),
-                    question=question,
-                    references=[answer],
-                    kind=kind,
-                    source=f"{SCENES_FILE}, {path}",
-                )
+            kind = KINDS[number % len(KINDS)]
+            question, answer = ASK[kind](np.random.default_rng([SEED, number]), [scene_by_path[path]])
+            yield Row(
+                name=f"{number:06d}?{kind}",
+                split=split,
+                scene=f"{number:06d}",
+                image_set=f"{number:06d}",
+                images=(path,),
+                question=question,
+                references=[answer],
+                kind=kind,
+                source=f"{SCENES_FILE}, {path}",
+            )
 
 
 SPEC = DatasetSpec(

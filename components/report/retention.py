@@ -56,13 +56,13 @@ def describe_retention(
 
 
 def retention_table(protocol: str, scores: RetentionScores) -> Table:
-    """Return a table with a row per score, of all records and of each kind of question.
+    """Return a table with the base's score, the model's score and the change with its interval.
 
-    The columns are the base's score, the model's score and the change with its interval.
+    All records have a row per score, and each kind of question has a row for the first score.
     """
     rows = list(make_rows("all records", scores.records, scores.scores))
     for kind, scores_of_kind in scores.by_kind.items():
-        rows += make_rows(kind, scores.records_by_kind[kind], scores_of_kind)
+        rows += list(make_rows(kind, scores.records_by_kind[kind], scores_of_kind))[:1]
     columns = ("Records", "n", "score", "base", "this model", "change")
     return Table(f"{file_name_of_protocol(protocol)}-retention", columns, rows)
 
@@ -76,7 +76,7 @@ def make_rows(name: str, records: int, scores: Mapping[str, ScoreOfBoth]) -> Ite
                 make_cell(values.model),
                 make_cell(values.change, values.interval, is_difference=True),
             )
-            yield TableRow(name, (f"{records:,}", score), cells)
+            yield TableRow(name, (f"{records:,}", score.replace("_", " ")), cells)
 
 
 def choose_examples(lost_answers: Sequence[tuple[EvalPair, EvalPair]]) -> list[tuple[EvalPair, EvalPair]]:

@@ -111,8 +111,10 @@ def test_the_page_shows_the_change_and_examples_of_lost_answers(folders, tmp_pat
     page = (tmp_path / "out/report.html").read_text()
     section = page.partition('<section id="retention">')[2].partition("</section>")[0]
     text = text_of(section)
-    assert "exact_match 60.0 40.0 -20.0" in text
-    assert "Of the 3 answers of the base that equal a reference, the model gives 1 as well" in text
+    assert "all records 5 exact match 60.0 40.0 -20.0" in text
+    assert "yes/no 2 exact match 100.0 50.0 -50.0" in text
+    assert text.count("yes/no") == 1, "a kind has one row"
+    assert "Of the 3 answers of the base that equal a reference, the model still gives 1." in text
     assert "How many cubes are there? base 2 this model the cube turned blue" in text
     assert "How many balls are there?" not in text, "the base did not know the answer"
     assert section.count("<img ") == 2
