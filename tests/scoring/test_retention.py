@@ -112,8 +112,8 @@ def test_the_page_shows_the_change_and_examples_of_lost_answers(folders, tmp_pat
     section = page.partition('<section id="retention">')[2].partition("</section>")[0]
     text = text_of(section)
     assert "all records 5 exact match 60.0 40.0 -20.0" in text
-    assert "yes/no 2 exact match 100.0 50.0 -50.0" in text
-    assert text.count("yes/no") == 1, "a kind has one row"
+    assert "count 3 exact match 33.3 33.3 0.0" in text
+    assert text.count("count 3") == 1, "a kind has one row"
     assert "Of the 3 answers of the base that equal a reference, the model still gives 1." in text
     assert "How many cubes are there? base 2 this model the cube turned blue" in text
     assert "How many balls are there?" not in text, "the base did not know the answer"
