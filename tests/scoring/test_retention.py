@@ -78,6 +78,13 @@ def test_the_scores_of_the_model_and_its_base_stand_side_by_side(folders, tmp_pa
     assert "questions" not in scores, "a count is no score"
 
 
+def test_the_interval_of_a_loss_is_below_zero(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(bootstrap, "MIN_PAIRS", 5)
+    write_answers(folders, "retention", dict.fromkeys(RECORDS, "a ball was added"))
+    match = run_evaluate(folders, tmp_path / "out")["retention"]["skills/test"]["exact_match"]
+    assert match["low"] < match["change"] < match["high"] < 0
+
+
 def test_few_records_have_no_interval(folders, tmp_path):
     match = run_evaluate(folders, tmp_path / "out")["retention"]["skills/test"]["exact_match"]
     assert match["low"] is None

@@ -1,5 +1,6 @@
 """Training on pairs, single images and text: what a run trains on, with one worker and with two."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,16 @@ def test_a_sample_that_is_too_long_ends_the_run_before_its_first_step(mixed_mixt
     fields = {"key": "train.max_tokens", "value": longest, "limit": limit, "dataset": "toy", "name": name}
     with raises(ParamsError, "train.sample_too_long", **fields):
         run(recipe(base, **COMPUTE, max_tokens=limit), mixed_mixture, tmp_path / "too short")
+
+
+@pytest.mark.parametrize("split", ["test", "retention"])
+def test_samples_that_only_predict_would_refuse_end_the_run_before_its_first_step(split, mixed_mixture, base, tmp_path):
+    shutil.copytree(mixed_mixture / "train", tmp_path / "mixture" / "train")
+    marked = samples_of((2, "toy/2?1", "Is <image> older?", None)).table
+    (tmp_path / "mixture" / split).mkdir(parents=True)
+    marked.write_parquet(tmp_path / "mixture" / split / "00000.parquet")
+    with raises(ParamsError, "train.marks_not_taken", split=split, name="toy/2?1"):
+        run(recipe(base, **COMPUTE), tmp_path / "mixture", tmp_path / "out")
 
 
 def samples_of(*rows: tuple[int, str, str, str | None]) -> Samples:
