@@ -92,7 +92,7 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 def make_entry(reader: str, root: Path, **fields: Any) -> DatasetEntry:
     """Return an entry of `ingest.datasets`. Fields that DatasetEntry does not have become options of the reader."""
-    entry_names = fields.keys() & {"train_on", "follow_links", "image_root", "expected_pairs"}
+    entry_names = fields.keys() & {"train_on", "role", "follow_links", "image_root", "expected_pairs"}
     entry_fields = {name: fields.pop(name) for name in entry_names}
     return DatasetEntry.model_validate({"reader": reader, "root": root, "options": fields} | entry_fields)
 

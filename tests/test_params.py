@@ -45,6 +45,7 @@ FAMILY_PARTS = ["vision", "module", "projector", "llm"]
 ALIGN_OF_A_DECODER = {"datasets": ["minichange"], "epochs": 1, "global_batch": 16, "rates": {"decoder": 0.1}}
 EXTRA = "ingest.datasets.extra"
 MINE = "ingest.datasets.minichange"
+OF_IMAGES = "ingest.datasets.minichange_images"
 PARTS = ["omnidiff_real", "omnidiff_render"]
 
 
@@ -123,6 +124,7 @@ RATES = {"vision": None, "projector": 0.001, "module": 0.001, "llm": None}
 ALIGN = {"datasets": ["minichange_free", "minichang"], "epochs": 1, "global_batch": 20, "rates": RATES}
 ENDPOINT = {"kind": "endpoint", "url": "ftp://x", "model": "m"}
 DATASETS = EMBEDDED["ingest"]["datasets"]
+TRAINED = [name for name, entry in DATASETS.items() if entry.get("train_on") != []]
 NO_GRAMMAR = Fault("settings.metrics_and_grammar_decide", protocol="birds/test")
 PAINTER = {"kind": "instruct_pix2pix", "model": "models/ip2p"}
 Expected = tuple[str, str, dict[str, Any]]
@@ -149,13 +151,32 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
             ("models.difference.family", "missing_key", {}),
         ],
     ),
+    "a limit of losses without a retention dataset": (
+        {"promote.retention": {"exact_match": 0.1}, f"{OF_IMAGES}.role": "task"},
+        [("promote.retention", "no_retention_set", {})],
+    ),
+    "a limit of losses of a score that is not computed": (
+        {"promote.retention": {"exact_match": 0.1, "exact_mach": 0.1, "change_type_accuracy": 0.1}},
+        [
+            ("promote.retention.exact_mach", "uncomputed_retention_score", {"nearest": "exact_match"}),
+            ("promote.retention.change_type_accuracy", "uncomputed_retention_score", {}),
+        ],
+    ),
+    "a gate on a retention dataset": (
+        {"ingest.datasets.minichange.role": "retention"},
+        [("promote.protocol", "gate_on_retention", {"value": "minichange/total"})],
+    ),
+    "two datasets of one folder and one reader": (
+        {f"{OF_IMAGES}.reader": "minichange"},
+        [overlap(f"{OF_IMAGES}.root", f"{MINE}.root")],
+    ),
     "folders that are one or inside another": (
         {EXTRA: INGESTED | {"root": "data/01_raw/minichange/extra"}, "paths.mixture": "data/02_records"}
         | {"ingest.datasets.same": INGESTED | {"root": "data/x/../01_raw/minichange"}, "paths.report": "data"},
         [
             overlap(f"{EXTRA}.root", f"{MINE}.root"),
-            overlap("ingest.datasets.same.root", f"{MINE}.root"),
             overlap("ingest.datasets.same.root", f"{EXTRA}.root"),
+            overlap(f"{EXTRA}.root", f"{OF_IMAGES}.root"),
             *(overlap("paths.report", f"ingest.datasets.{name}.root") for name in DATASETS),
             *(overlap("paths.report", f"ingest.datasets.{name}.root") for name in ("extra", "same")),
             *(overlap("paths.report", f"paths.{name}") for name in EMBEDDED["paths"] if name != "report"),
@@ -221,8 +242,8 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
         ],
     ),
     "an alignment on all datasets that train": (
-        {"train.model": "onediff", "models.onediff.align": ALIGN | {"datasets": list(DATASETS), "global_batch": 16}},
-        [("models.onediff.align.datasets", "nothing_left_to_fine_tune", {"names": list(DATASETS)})],
+        {"train.model": "onediff", "models.onediff.align": ALIGN | {"datasets": TRAINED, "global_batch": 16}},
+        [("models.onediff.align.datasets", "nothing_left_to_fine_tune", {"names": TRAINED})],
     ),
     "a generator whose reader generates nothing": (
         {f"{MINE}.reader": "omnidiff", "promote.protocol": "minichange_free/total"},
@@ -502,7 +523,7 @@ def test_synthetic_data_has_the_licence_of_its_original_source(write):
     second_dataset = made_dataset("made", source=INGESTED | {"root": "data/01_raw/first"}, editor=PAINTER)
     own_dataset = {"ingest.datasets.own": INGESTED | {"root": "data/01_raw/own"}}
     entries = entries_by_original_reader(load_params(write(first_dataset | second_dataset | own_dataset)))
-    embedded = dict.fromkeys(DATASETS, "minichange")
+    embedded = {name: entry["reader"] for name, entry in DATASETS.items()}
     expected = embedded | {"first": "emu_edit", "made": "emu_edit", "own": "pairs"}
     assert {name: entry.reader for name, entry in entries.items()} == expected
     assert entries["made"].root == Path("data/01_raw/made"), "all else is the dataset's own"
@@ -554,7 +575,7 @@ def test_a_broken_file_of_questions_is_left_to_convert(text, write, tmp_path):
 def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
     (tmp_path / "questions.yaml").write_text("edit:\n- What was done?\n")
     faults = faults_of(write({"convert.questions": str(tmp_path / "questions.yaml")}))
-    names = ["minichange", "minichange_free", "minichange_shifted"]
+    names = ["minichange", "minichange_free", "minichange_shifted", "minichange_images"]
     for name, fault in zip(names, faults, strict=True):
         fields = {"value": "difference", "names": ["edit"], "path": tmp_path / "questions.yaml", "dataset": name}
         assert is_fault(fault, f"ingest.datasets.{name}.reader", "reader_without_questions", fields)

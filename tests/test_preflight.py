@@ -394,6 +394,57 @@ def test_the_test_pairs_of_a_published_layout_are_found(params, base_folder, tmp
     preflight_data(with_base(params, base_folder, clevr=DatasetEntry(reader="clevr_change", root=root)))
 
 
+# Retention datasets
+
+
+def retention_set(folder: Path, *rows: dict[str, Any]) -> DatasetEntry:
+    folder.mkdir(parents=True)
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"manifest": "pairs.jsonl", "columns": {"images": "images", "question": "question"}}
+    return DatasetEntry(reader="pairs", root=folder, options=options, role="retention")
+
+
+def with_retention_set(params: Params, base: Path, entry: DatasetEntry) -> Params:
+    datasets = params.ingest.datasets | {"kept": entry}
+    run = with_base(params, base)
+    return run.model_copy(update={"ingest": params.ingest.model_copy(update={"datasets": datasets})})
+
+
+def with_family(params: Params, family: str) -> Params:
+    return params.model_copy(update={"train": params.train.model_copy(update={"model": family})})
+
+
+ONE_IMAGE = {"images": ["a.png"], "question": "Is there a box?", "captions": "yes", "split": "test"}
+TWO_IMAGES = ONE_IMAGE | {"images": ["b.png", "c.png"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "codes"),
+    [
+        ((ONE_IMAGE,), ["preflight.retention_images_not_taken", "preflight.retention_questions_not_read"]),
+        ((TWO_IMAGES,), ["preflight.retention_questions_not_read"]),
+        ((ONE_IMAGE | {"split": "train"},), []),
+    ],
+    ids=["one image", "a question about a pair", "no test record"],
+)
+def test_a_family_that_cannot_process_a_retention_dataset_is_refused(params, base_folder, tmp_path, rows, codes):
+    run = with_family(with_retention_set(params, base_folder, retention_set(tmp_path / "kept", *rows)), "blip2idc")
+    if not codes:
+        preflight_data(run)
+        return
+    with raises(NotReadyError, "preflight.cannot_train") as refusal:
+        preflight_data(run)
+    faults = refusal.value.fields["faults"]
+    assert [fault.code for fault in faults] == codes
+    for fault in faults:
+        assert fault.fields["key"] == "ingest.datasets.kept.role"
+        assert fault.fields["family"] == "blip2idc"
+
+
+def test_a_family_that_processes_one_image_takes_a_retention_dataset(params, base_folder, tmp_path):
+    preflight_data(with_retention_set(params, base_folder, retention_set(tmp_path / "kept", ONE_IMAGE, TWO_IMAGES)))
+
+
 # Other questions than the champion's
 
 TRAINED_QUESTION = "What has changed from the first image to the second?"  # the first of task `difference`

@@ -20,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +48,7 @@ from m3diff.runtime import prepare
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
 from m3diff.scoring.bootstrap import statistics as statistics_of_pairs
 from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.retention import rows_with_base_answers
 from m3diff.settings.load import complete_values, load_params
 from m3diff.settings.section import Section, faults_of_validation_error, suggest_name
 from m3diff.settings.tree import Params
@@ -107,6 +108,7 @@ class VariantRun(NamedTuple):
         pairs: for each protocol, a table with the statistics of each pair, summed over the seeds.
         budget: the amount of data and the number of steps.
         same_steps_as: name of the variant that was trained for the same number of optimizer steps, or None.
+        of_base: for each protocol of a retention dataset, the scores and pairs of the base, which is not trained.
     """
 
     name: str
@@ -116,6 +118,14 @@ class VariantRun(NamedTuple):
     pairs: dict[str, pa.Table]
     budget: Budget
     same_steps_as: str | None = None
+    of_base: Mapping[str, "BaseAnswers"] = {}
+
+
+class BaseAnswers(NamedTuple):
+    """The answers of the base to the records of a retention dataset: its scores, and the statistics of each record."""
+
+    scores: Mapping[str, float]
+    pairs: pa.Table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -306,18 +316,24 @@ def run_variant(
         print(f"{name}, seed {seed}: ", end="")
         run_experiment(f"{slug}-{seed}", {"train.seed": seed} | changes, folders)
         experiments.append(f"{slug}-{seed}")
-    metrics = []
+    reports = []
     tables = []
     for seed_experiment in experiments:
-        metrics.append(json.loads(read(seed_experiment, params.paths.report / "metrics.json"))["protocols"])
+        reports.append(json.loads(read(seed_experiment, params.paths.report / "metrics.json")))
         tables.append(pq.read_table(pa.BufferReader(read(seed_experiment, params.paths.report / "scores.parquet"))))
+    metrics = [report["protocols"] | scores_of_retention(report, "model") for report in reports]
     for protocol in cfg.protocols:
         if protocol not in metrics[0]:
             names = list(metrics[0])
             raise ParamsError("experiments.protocol_not_scored", key="protocols", value=protocol, names=names)
     pairs = {}
+    of_base = {}
+    base_scores = scores_of_retention(reports[0], "base")
     for protocol in cfg.protocols:
         pairs[protocol] = sum_over_seeds([rows_of(table, protocol) for table in tables])
+        if protocol in base_scores:
+            rows_of_base = [rows_with_base_answers(table, protocol) for table in tables]
+            of_base[protocol] = BaseAnswers(base_scores[protocol], sum_over_seeds(rows_of_base))
     return VariantRun(
         name=name,
         changes=changes,
@@ -326,7 +342,23 @@ def run_variant(
         pairs=pairs,
         budget=budget_of(experiments[0], params.paths),
         same_steps_as=same_steps_as,
+        of_base=of_base,
     )
+
+
+def scores_of_retention(report: Mapping[str, Any], model: Literal["model", "base"]) -> dict[str, dict[str, float]]:
+    """Return the scores of the trained model or of its base on retention datasets, by protocol.
+
+    Args:
+        report: content of metrics.json.
+        model: which of the two models.
+    """
+    scores_by_protocol = {}
+    for protocol, values in report.get("retention", {}).items():
+        scores_by_protocol[protocol] = {
+            name: score[model] for name, score in values.items() if isinstance(score, dict) and model in score
+        }
+    return scores_by_protocol
 
 
 def measure_costs(experiment: str, cfg: Experiment, params: Params, runs: list[VariantRun]) -> dict[str, Any]:
@@ -381,11 +413,22 @@ def comparison_rows(runs: Sequence[VariantRun], compare_with: Sequence[str], pro
     """Return a row for each variant, with all scores that are available for every seed.
 
     A score has a mean and standard deviation over the seeds, the value for each seed, and the differences from the
-    reference variants.
+    reference variants. For a protocol of a retention dataset, the first row is the base, with which every variant is
+    compared.
     """
     rows = []
+    answers_of_base = runs[0].of_base.get(protocol)
+    if answers_of_base is not None:
+        base = runs[0]._replace(
+            name=page.BASE,
+            changes={},
+            metrics=[{protocol: answers_of_base.scores}] * len(runs[0].metrics),
+            pairs={protocol: answers_of_base.pairs},
+            same_steps_as=None,
+        )
+        runs = [base, *runs]
     for run in runs:
-        reference_names = (*compare_with, run.same_steps_as)
+        reference_names = (page.BASE, *compare_with, run.same_steps_as)
         references = [reference for reference in runs if reference is not run and reference.name in reference_names]
         seed_scores = [metrics[protocol] for metrics in run.metrics]
         cells = {}

@@ -6,7 +6,10 @@ from typing import Any
 
 from m3diff.records.files import write_atomic
 
+BASE = "the base"  # row of the base in the tables of a retention dataset
+
 SCORES = {  # maps the compared scores to their column headings; all scores are multiplied by 100
+    "exact_match": "exact match, %",
     "CIDEr": "CIDEr",
     "change_type_accuracy": "type correct, %",
     "change_exact_accuracy": "all correct, %",
@@ -64,9 +67,10 @@ def markdown(results: Results) -> Iterator[str]:
 def protocol_tables(results: Results, protocol: str, rows: Rows) -> Iterator[str]:
     """Yield the tables of a protocol: means, and differences from the reference variants and at equal steps."""
     yield from means(protocol, rows, len(results["seeds"]))
-    for name in results["compare_with"]:
+    references = [row["row"] for row in rows if row["row"] == BASE]
+    for name in [*references, *results["compare_with"]]:
         if name not in results["left_out"]:
-            compared_rows = {row["row"]: (row, name) for row in rows if row["row"] != name}
+            compared_rows = {row["row"]: (row, name) for row in rows if row["row"] not in (name, BASE)}
             yield from differences(f"difference to *{name}*", rows, compared_rows)
     same_steps_rows = {
         f"{row['row']}, to *{row['same_steps_as']}*": (row, row["same_steps_as"])

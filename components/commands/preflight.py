@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from mlflow.entities.model_registry import ModelVersion
@@ -14,6 +15,7 @@ from mlflow.exceptions import MlflowException
 
 from m3diff.cluster import NoRoomError, require_head
 from m3diff.datasets import DATASETS
+from m3diff.models import FAMILIES
 from m3diff.records.errors import DataError, Fault, cause_of
 from m3diff.records.machine import free_memory
 from m3diff.registry import tracking
@@ -70,7 +72,7 @@ def preflight_data(params: Params) -> None:
     Raises:
         NotReadyError: at least one check failed.
     """
-    faults = [*base_faults(params), *faults_of_test_pairs(params)]
+    faults = [*base_faults(params), *faults_of_test_pairs(params), *faults_of_retention_sets(params)]
     if faults:
         raise NotReadyError("preflight.cannot_train", faults=faults)
 
@@ -205,6 +207,29 @@ def faults_of_test_pairs(params: Params) -> Iterator[Fault]:
             root=entry.root,
             hint=HOW_TO_TEST,
         )
+
+
+def faults_of_retention_sets(params: Params) -> Iterator[Fault]:
+    """Yield a fault for each retention dataset with test records that the family of the trained model cannot process.
+
+    As in `faults_of_test_pairs`, datasets that do not exist yet or cannot be read are skipped.
+    """
+    name_of_family = params.models[params.train.model].family
+    takes = FAMILIES[name_of_family].takes
+    for name, entry in params.ingest.datasets.items():
+        if entry.role != "retention" or not entry.root.is_dir():
+            continue
+        try:
+            rows = [row for row in DATASETS[entry.reader].read(entry.root, **entry.options) if not row.fault]
+        except DataError:
+            continue
+        test_rows = [row for row in rows if row.split == "test"]
+        fields: dict[str, Any] = {"key": f"ingest.datasets.{name}.role", "dataset": name, "family": name_of_family}
+        images_not_taken = {len(row.images) for row in test_rows} - {*takes.images}
+        for images in sorted(images_not_taken):
+            yield Fault("preflight.retention_images_not_taken", images=images, expected=list(takes.images), **fields)
+        if not takes.questions and any(row.question is not None for row in test_rows):
+            yield Fault("preflight.retention_questions_not_read", **fields)
 
 
 def notes_on_questions(params: Params) -> list[str]:

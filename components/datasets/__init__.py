@@ -18,6 +18,7 @@ DATASETS: LazyMapping["DatasetSpec"] = LazyMapping(  # the keys are the values o
         "levir_cc": "m3diff.datasets.levir_cc",
         "magicbrush": "m3diff.datasets.magicbrush",
         "minichange": "m3diff.datasets.minichange",
+        "minichange_images": "m3diff.datasets.minichange_images",
         "nlvr2": "m3diff.datasets.nlvr2",
         "omnidiff": "m3diff.datasets.omnidiff",
         "pairs": "m3diff.datasets.pairs",

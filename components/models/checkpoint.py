@@ -470,6 +470,32 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
         return family.load(folder, dtype), family
 
 
+def load_base_of_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[Any, Processor, Family]:
+    """Load the base that a checkpoint was trained from, as it was before a new module was added.
+
+    Args:
+        folder: folder of the checkpoint.
+        dtype: data type of the weights.
+
+    Returns:
+        The base, its processor and the checkpoint's family.
+
+    Raises:
+        ForeignCodeError: the base refers to code, a pickle file or files outside its folder.
+        CheckpointError: the manifest is missing, the family is unknown, or the base is missing or is not the base that
+            the checkpoint was trained on.
+    """
+    manifest = read_manifest(folder)
+    family = _find_family(folder, manifest)
+    path = (folder / manifest["base"]).resolve()
+    if not (path / "config.json").is_file():
+        raise CheckpointError("models.no_base_of_checkpoint", path=folder, base=path)
+    base = _find_base(folder, manifest, path)
+    with convert_loading_errors(base):
+        model = family.load(base, dtype)
+        return model, family.load_processor(base, model.config), family
+
+
 def load_processor(folder: Path) -> Processor:
     """Load the processor of a checkpoint or a folder of adapters, without its weights.
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from m3diff.models.checkpoint import convert_loading_errors, load_model, read_manifest, read_trained_on
+from m3diff.models.checkpoint import (
+    convert_loading_errors,
+    load_base_of_checkpoint,
+    load_model,
+    read_manifest,
+    read_trained_on,
+)
 from m3diff.models.contract import Prepared, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import Family
@@ -157,3 +163,19 @@ def load_captioner(
         processor = family.load_processor(checkpoint, model.config)
         trained_on = read_trained_on(read_manifest(checkpoint))
     return Captioner(model.to(device.torch), processor, family, max_new_tokens, trained_on)
+
+
+def load_base_captioner(checkpoint: Path, max_new_tokens: int, device: Device) -> Captioner:
+    """Load the base that a checkpoint was trained from, without a new module, and return a captioner for it.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        max_new_tokens: maximum length of an answer in tokens.
+        device: device and precision.
+
+    Raises:
+        CheckpointError: the checkpoint's manifest or the base is missing, damaged, or not the one of the training.
+        DeviceError: `device` is a GPU, but torch cannot find one.
+    """
+    model, processor, family = load_base_of_checkpoint(checkpoint, device.dtype)
+    return Captioner(model.to(device.torch), processor, family, max_new_tokens)

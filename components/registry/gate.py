@@ -2,6 +2,8 @@
 
 This check is called the gate. Both versions are scored on the same test pairs. The challenger passes if the lower bound
 of its gain's confidence interval exceeds `min_gain`, and if no guarded score gets worse by more than its tolerance.
+With `retention`, the challenger must also keep what its base could do: on the datasets with this role, its scores are
+compared with those of its base, which are in its scores.parquet.
 
 A guarded score is judged by the measured difference and not by a confidence bound, because a bound would reject even
 equal models on a small group of pairs. Choose a tolerance of about twice the standard error of the score.
@@ -36,6 +38,7 @@ from pydantic import BaseModel, ConfigDict
 from m3diff.records.errors import Fault, format_count
 from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
 from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Resampled, add_character_variants
+from m3diff.scoring.retention import compared_protocols, rows_with_base_answers
 from m3diff.stages.register.params import Promote
 
 
@@ -87,6 +90,9 @@ def judge_without_champion(cfg: Promote, challenger: pa.Table) -> Verdict:
     missing_scores = [name for name in (cfg.metric, *present_guards) if score(cfg, challenger, name) is None]
     if missing_scores:
         return refuse_missing_scores(cfg, missing_scores)
+    losses = list(describe_lost_knowledge(cfg, challenger))
+    if losses:
+        return refuse("; ".join(losses))
     pairs = rows_of(challenger, cfg.protocol).num_rows
     challenger_score = score(cfg, challenger, cfg.metric)
     scored_pairs = format_count(pairs, "pair")
@@ -127,6 +133,7 @@ def compare_with_champion(cfg: Promote, challenger: pa.Table, champion: pa.Table
         if interval.low <= cfg.min_gain:
             faults.append(f"the lower bound does not exceed {cfg.min_gain:g}")
     faults += guards.faults
+    faults += describe_lost_knowledge(cfg, challenger)
     reasons = faults
     if not faults:
         reasons = [f"the lower bound exceeds {cfg.min_gain:g}"]
@@ -343,6 +350,34 @@ def compare_guards(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Gu
         else:
             comparison.passed_scores.append(f"{name} {challenger_score:.4f} (champion {champion_score:.4f})")
     return comparison
+
+
+def describe_lost_knowledge(cfg: Promote, challenger: pa.Table) -> Iterator[str]:
+    """Compare each score in `retention` with the base's, and yield a description of each loss above its tolerance.
+
+    A score that cannot be compared is described, too. Both models answered the same records.
+    """
+    if not cfg.retention:
+        return
+    protocols = compared_protocols(pc.unique(challenger["protocol"]).to_pylist())
+    if not protocols:
+        yield "its scores contain no answers of its base, which `promote.retention` needs"
+    for protocol in protocols:
+        rows_of_base = rows_with_base_answers(challenger, protocol)
+        for name, tolerance in cfg.retention.items():
+            kept_score = score_of(challenger, protocol, known_scores()[name])
+            base_score = score_of(rows_of_base, protocol, known_scores()[name])
+            if kept_score is None or base_score is None:
+                yield f"there is no {name} on {protocol}, which `promote.retention` contains"
+                continue
+            loss = base_score - kept_score
+            if is_lower_better(name):
+                loss = -loss
+            if round(loss, DECIMALS) > tolerance:
+                yield (
+                    f"on {protocol}, which its base could answer, {name} {kept_score:.4f} is more than {tolerance:g} "
+                    f"worse than the base's {base_score:.4f}"
+                )
 
 
 def is_lower_better(name: str) -> bool:

@@ -18,6 +18,7 @@ from m3diff.report.curves import draw_phase, read_phases
 from m3diff.report.gallery import RunPairs, build_gallery
 from m3diff.report.images import MB, find_image_rights, read_saliency
 from m3diff.report.origin import CREATION_NOTE, Origin
+from m3diff.report.retention import describe_retention
 from m3diff.report.score_tables import (
     answer_table,
     describe_pairs,
@@ -34,6 +35,7 @@ from m3diff.report.verdict import judge_learning_by_scores
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import ParsedCaption, change_type_order
 from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
+from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import MIN_TEXT_WORDS, ProtocolPairs, select_main_protocols
 from m3diff.scoring.published import find_published_rows
 from m3diff.scoring.results import EvaluateReport, ProtocolScores
@@ -57,6 +59,9 @@ class PageContent:
         saliency: path of the saliency maps, which may not exist.
         notes: notes about the texts of references and predictions.
         origin: origin of the captions, for the top of the page.
+        retention: records of datasets with the role `retention`, with the model's predictions. Their scores are in
+            `report`, and the specs of these datasets are in `specs`.
+        retention_of_base: the same records, with the base's predictions.
     """
 
     metrics: Mapping[str, Metric]
@@ -68,6 +73,8 @@ class PageContent:
     saliency: Path
     notes: Sequence[str] = ()
     origin: Origin = field(default_factory=Origin)
+    retention: Sequence[EvalPair] = ()
+    retention_of_base: Sequence[EvalPair] = ()
 
 
 def write_report(content: PageContent, out: Path, embedded_mb: int) -> None:
@@ -129,6 +136,7 @@ def page_values(content: PageContent, images: Path, embedded_mb: int) -> dict[st
         percentage_titles=percentage_titles(),
         overview=overview_table(scores, columns.main_scores, descriptions, content.notes),
         parts=parts,
+        retention=describe_retention(content.report.retention, content.retention, content.retention_of_base, rights),
         published=[part for part in parts if part["published"] and part["is_main_protocol"]],
         confusion=confusion_table(grammar_captions(content, first_protocol)),
         gallery=gallery | {"first": FIRST_CARDS},

@@ -4,6 +4,8 @@ Most records are about a pair, a before-image and an after-image. A pair without
 records are about one image or none. A record may have a question of its own, which its references answer. Besides the
 predictions, predict may write captions for two controls: a sample of pairs with the after-image of another pair
 (shuffled) or with swapped images (reversed).
+
+Records of datasets with the role `retention` are apart. They have a prediction of the model and one of its base.
 """
 
 import json
@@ -70,10 +72,19 @@ class EvalPair:
 
 
 class CaptionedPairs(NamedTuple):
-    """The test pairs that have a prediction, in the order of the records, and the number of all test pairs."""
+    """The test pairs that have a prediction, in the order of the records.
+
+    Attributes:
+        pairs: the pairs without those of retention datasets.
+        test_pairs: number of all test pairs, also without those of retention datasets.
+        retention: records of retention datasets, with the predictions of the model.
+        retention_of_base: the same records, with the predictions of the base.
+    """
 
     pairs: list[EvalPair]
     test_pairs: int
+    retention: list[EvalPair]
+    retention_of_base: list[EvalPair]
 
 
 def read_test_records(clean: Path) -> dict[str, EvalPair]:
@@ -111,15 +122,22 @@ def load_pairs(clean: Path, predictions: Path) -> CaptionedPairs:
 
     predict may have captioned only some of the pairs, because of `predict.limit` or because a control needs only a
     sample. The number of predictions must then equal the count in predict's report. The controls contain only records
-    of two images.
+    of two images. A dataset has the role `retention` if predict wrote predictions of its base.
 
     Raises:
         DataError: there are no test pairs, or a predictions file is truncated or has repeated, unknown or missing ids.
     """
-    test_pairs = read_test_records(clean)
+    test_records = read_test_records(clean)
     path = predictions / "report.json"
     with data_error_if_unreadable(path):
         counts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    retention_count = counts.get("retention")
+    answers = read_control(predictions / "predictions_retention.json", test_records.keys(), retention_count)
+    answers_of_base = {}
+    if answers:
+        answers_of_base = read_predictions(predictions / "predictions_base.json", answers.keys(), None)
+    retention_datasets = {test_records[record_id].dataset for record_id in answers}
+    test_pairs = {name: pair for name, pair in test_records.items() if pair.dataset not in retention_datasets}
     captions = read_predictions(predictions / "predictions.json", test_pairs.keys(), counts.get("rows_out"))
     control_ids = [pair_id for pair_id in captions if test_pairs[pair_id].has_two_images]
     shuffled = read_control(predictions / "predictions_shuffled.json", control_ids, counts.get("control"))
@@ -134,7 +152,9 @@ def load_pairs(clean: Path, predictions: Path) -> CaptionedPairs:
                 reversed_prediction=swapped.get(pair_id),
             )
             pairs.append(captioned_pair)
-    return CaptionedPairs(pairs, len(test_pairs))
+    retention = [replace(test_records[name], prediction=answer) for name, answer in answers.items()]
+    retention_of_base = [replace(pair, prediction=answers_of_base[pair.id]) for pair in retention]
+    return CaptionedPairs(pairs, len(test_pairs), retention, retention_of_base)
 
 
 def read_control(path: Path, ids: Collection[str], count: int | None) -> dict[str, str]:

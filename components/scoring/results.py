@@ -72,11 +72,73 @@ class ProtocolScores(BaseModel):
         return self.published_pairs is not None and self.pairs < self.published_pairs
 
 
+class ScoreOfBoth(BaseModel):
+    """A score of the model and of its base, on the scale of pycocoevalcap.
+
+    Attributes:
+        interval: interval of the change. None if there are too few records, or the score has no statistics per record.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    model: float
+    base: float
+    interval: Interval | None = None
+
+    @property
+    def change(self) -> float:
+        """The model's score minus the base's."""
+        return self.model - self.base
+
+    @model_serializer
+    def as_file(self) -> dict[str, float | None]:
+        """Return the form that is written to metrics.json."""
+        interval = self.interval
+        return {
+            "model": self.model,
+            "base": self.base,
+            "change": self.change,
+            "low": None if interval is None else interval.low,
+            "high": None if interval is None else interval.high,
+        }
+
+
+class RetentionScores(BaseModel):
+    """The scores of one protocol of a retention dataset. Scores that only one of the two models has are left out.
+
+    Attributes:
+        records: number of records.
+        scores: scores over all records.
+        records_by_kind: number of records by kind of question. Empty if no kind is known.
+        by_kind: scores by kind of question.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    records: int
+    scores: dict[str, ScoreOfBoth]
+    records_by_kind: dict[str, int] = {}
+    by_kind: dict[str, dict[str, ScoreOfBoth]] = {}
+
+    @model_serializer
+    def as_file(self) -> dict[str, object]:
+        """Return the nested form that is written to metrics.json, in which scores and kinds are next to each other."""
+        content: dict[str, object] = {"records": self.records}
+        content |= {name: score.as_file() for name, score in self.scores.items()}
+        kinds: dict[str, dict[str, object]] = {}
+        for kind, scores in self.by_kind.items():
+            kinds[kind] = {"records": self.records_by_kind[kind]}
+            kinds[kind] |= {name: score.as_file() for name, score in scores.items()}
+        return content | ({KINDS: kinds} if kinds else {})
+
+
 class EvaluateReport(StageReport):
     """Content of metrics.json. `rows_in` is the number of test pairs, `rows_out` the number of scored pairs."""
 
     protocols: dict[str, ProtocolScores]
     """Scores by "<dataset>/<protocol>"."""
+    retention: dict[str, RetentionScores] = {}
+    """Scores of the model and its base by "<dataset>/<protocol>", for datasets with the role `retention`."""
 
 
 def summarise(
@@ -86,12 +148,14 @@ def summarise(
     scores: Mapping[str, MetricScores],
     intervals: Mapping[str, Mapping[str, Interval]],
     kind_intervals: Mapping[str, Mapping[str, Mapping[str, Interval]]] | None = None,
+    retention: Mapping[str, RetentionScores] | None = None,
 ) -> EvaluateReport:
     """Combine all scores into the report that is written to metrics.json.
 
     Args:
         scores, intervals: scores and intervals by protocol.
         kind_intervals: intervals by protocol, kind of question and score. None if there are none.
+        retention: scores of the model and its base by protocol. None without datasets with the role `retention`.
     """
     protocol_scores = {}
     for protocol in protocols:
@@ -112,7 +176,13 @@ def summarise(
                 kind: dict(kind_scores) for kind, kind_scores in (kind_intervals or {}).get(protocol.name, {}).items()
             },
         )
-    return EvaluateReport(stage="evaluate", rows_in=test_pairs, rows_out=captioned_pairs, protocols=protocol_scores)
+    return EvaluateReport(
+        stage="evaluate",
+        rows_in=test_pairs,
+        rows_out=captioned_pairs,
+        protocols=protocol_scores,
+        retention=dict(retention or {}),
+    )
 
 
 def headline_scores(report: EvaluateReport) -> dict[str, dict[str, float]]:

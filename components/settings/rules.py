@@ -228,13 +228,21 @@ def _overlaps_with_inputs(params: Params, name: str) -> Iterator[Fault]:
 
 
 def check_folders(params: Params) -> Iterator[Fault]:
-    """Check that the roots of datasets and the folders that stages write do not overlap."""
+    """Check that the roots of datasets and the folders that stages write do not overlap.
+
+    Two datasets may have the same root if their readers differ, because a folder may contain several annotations of the
+    same images.
+    """
     folders = {f"ingest.datasets.{name}.root": entry.root for name, entry in params.ingest.datasets.items()}
+    reader_of_key = {f"ingest.datasets.{name}.root": entry.reader for name, entry in params.ingest.datasets.items()}
     folders |= {f"paths.{name}": folder for name, folder in params.paths}
     folders["compute.scratch"] = params.compute.scratch
     for (first_key, first_folder), (second_key, second_folder) in combinations(folders.items(), 2):
         first_path = Path(os.path.abspath(first_folder))
         second_path = Path(os.path.abspath(second_folder))
+        readers = {reader_of_key.get(first_key), reader_of_key.get(second_key)}
+        if first_path == second_path and len(readers - {None}) == 2:
+            continue
         if first_path.is_relative_to(second_path) or second_path.is_relative_to(first_path):
             yield Fault(
                 "settings.overlapping_folders",
@@ -310,9 +318,14 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
     """Check that the gate uses a protocol of the run, and that the run computes the scores that the gate compares."""
     gate = params.promote
     spec_by_protocol = {}
-    for name, entry in params.ingest.datasets.items():
+    task_datasets = {name: entry for name, entry in params.ingest.datasets.items() if entry.role == "task"}
+    for name, entry in task_datasets.items():
         for protocol in list_protocols(name, DATASETS[entry.reader]):
             spec_by_protocol[f"{name}/{protocol.name}"] = DATASETS[entry.reader]
+    gate_dataset = params.ingest.datasets.get(gate.protocol.partition("/")[0])
+    if gate_dataset is not None and gate_dataset.role == "retention":
+        yield Fault("settings.gate_on_retention", key="promote.protocol", value=gate.protocol)
+        return
     if gate.protocol not in spec_by_protocol:
         hint = fields_of_name(gate.protocol, spec_by_protocol)
         yield Fault("settings.unknown_protocol", key="promote.protocol", **hint)
@@ -333,6 +346,24 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
         if name not in guard_scores:
             hint = fields_of_name(name, guard_scores)
             yield Fault("settings.uncomputed_guard", key=f"promote.guards.{name}", reason=reason, **hint)
+    yield from _faults_of_retention(params, task_datasets)
+
+
+def _faults_of_retention(params: Params, task_datasets: Mapping[str, DatasetEntry]) -> Iterator[Fault]:
+    """Yield a fault for each score in `promote.retention` that the run does not compute, or cannot compare at all."""
+    gate = params.promote
+    if not gate.retention:
+        return
+    if len(task_datasets) == len(params.ingest.datasets):
+        yield Fault("settings.no_retention_set", key="promote.retention")
+    scores: list[str] = []
+    for metric in add_character_variants(choose_metrics(params.evaluate.metrics)).values():
+        if not metric.needs_grammar:
+            scores += metric.resampled
+    for name in gate.retention:
+        if name not in scores:
+            hint = fields_of_name(name, scores)
+            yield Fault("settings.uncomputed_retention_score", key=f"promote.retention.{name}", **hint)
 
 
 def check_evaluation_pairs(params: Params) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from tests.errors import raises
 from tests.layouts import write_clevr
 
 USES = ("train", "redistribute", "show")
-ANSWERS = {"minichange": "yes", "pairs": "yes"}  # of the licence to each use
+ANSWERS = {"minichange": "yes", "minichange_images": "yes", "pairs": "yes"}  # of the licence to each use
 ANSWERS |= dict.fromkeys(("birds_to_words", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
 ANSWERS |= dict.fromkeys(("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "spot_the_diff"), "unstated")
 
@@ -128,7 +128,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 27
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 28
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -143,7 +143,14 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
     datasets_with_source = {dataset for (dataset, _), protocol in PROTOCOLS.items() if protocol.source}
-    assert set(DATASETS) - datasets_with_source == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
+    assert set(DATASETS) - datasets_with_source == {
+        "emu_edit",
+        "magicbrush",
+        "minichange",
+        "minichange_images",
+        "nlvr2",
+        "pairs",
+    }
 
 
 def test_the_ids_of_clevr_change_select_pairs_with_and_without_a_change(tmp_path):

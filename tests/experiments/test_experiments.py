@@ -44,6 +44,9 @@ BUDGET = Budget(pairs=6484, epochs=2.7, steps=1097, captions=35056, alignment_pa
 PARAMS = load_params(toy.REPOSITORY / "params.yaml")
 
 
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
 def scores(cider: list[float], ids: str) -> pa.Table:
     return pa.table({"protocol": [PROTOCOL] * len(cider), "id": list(ids), "CIDEr": cider})
 
@@ -52,7 +55,7 @@ def variant_run(
     name: str, seeds: list[list[float]], same_steps_as: str | None = None, **extra_scores: float
 ) -> engine.VariantRun:
     """A run whose seeds have these CIDErs of the pairs a, b, ..."""
-    tables = [scores(values, "abcdefghijklmnopqrstuvwxyz") for values in seeds]
+    tables = [scores(values, ALPHABET) for values in seeds]
     metrics = []
     for values in seeds:
         metrics.append({PROTOCOL: {"pairs": 26, "CIDEr": float(np.mean(values)), "SPICE": None} | extra_scores})
@@ -134,6 +137,32 @@ def test_a_variant_is_compared_with_the_one_of_the_same_steps():
     ]
     rows = engine.comparison_rows(runs, [], PROTOCOL)
     assert [list(row["scores"]["CIDEr"]["differences"]) for row in rows] == [[], [], ["a"], ["b"]]
+
+
+def test_on_a_retention_dataset_the_base_is_the_first_row_and_a_reference_of_each_variant():
+    answers = engine.BaseAnswers({"CIDEr": float(np.mean(plus(3)))}, engine.sum_over_seeds([scores(plus(3), ALPHABET)]))
+    runs = []
+    for name, values in (("first", BASE), ("second", plus(2))):
+        runs.append(variant_run(name, [values])._replace(of_base={PROTOCOL: answers}))
+    rows = engine.comparison_rows(runs, ["first"], PROTOCOL)
+    assert [row["row"] for row in rows] == ["the base", "first", "second"]
+    assert rows[0]["scores"]["CIDEr"]["mean"] == 4.5
+    losses = [row["scores"]["CIDEr"]["differences"]["the base"]["gain"] for row in rows[1:]]
+    assert losses == [pytest.approx(-3), pytest.approx(-1)]
+    results = {"seeds": [1], "compare_with": ["first"], "left_out": {}}
+    lines = list(page.protocol_tables(results, PROTOCOL, rows))
+    assert "| first | -300.0 (-300.0 to -300.0) |" in lines
+    assert "| second | +200.0 (+200.0 to +200.0) |" in lines
+    assert not any(line.startswith("| the base | +") for line in lines), "no variant is compared with itself"
+
+
+def test_scores_of_retention_are_those_of_the_chosen_model():
+    values = {"model": 0.5, "base": 0.75, "change": -0.25, "low": None, "high": None}
+    kinds = {"count": {"records": 1, "CIDEr": values}}
+    report = {"retention": {PROTOCOL: {"records": 2, "exact_match": values, "by_kind": kinds}}}
+    assert engine.scores_of_retention(report, "base") == {PROTOCOL: {"exact_match": 0.75}}
+    assert engine.scores_of_retention(report, "model") == {PROTOCOL: {"exact_match": 0.5}}
+    assert engine.scores_of_retention({}, "model") == {}
 
 
 @pytest.mark.parametrize("file", sorted((toy.REPOSITORY / engine.RESULTS).glob("*.md")), ids=lambda file: file.stem)

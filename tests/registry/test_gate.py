@@ -341,3 +341,61 @@ def test_a_champion_that_was_scored_without_questions_is_scored_again(models):
     champion = challenger.drop_columns(["exact_match"])
     assert not has_comparable_scores(gate, challenger, champion)
     assert has_comparable_scores(gate, challenger, make_answers(models[1]))
+
+
+def with_answers(scores: pa.Table, model: list[bool], base: list[bool]) -> pa.Table:
+    """Add the rows of a retention dataset with the answers of the model and of its base. True is a right answer."""
+    tables = [scores]
+    for protocol, right in (("skills/test", model), ("base:skills/test", base)):
+        ids = [f"skills/{number}" for number in range(len(right))]
+        exact_match = [float(value) for value in right]
+        tables.append(pa.table({"protocol": [protocol] * len(ids), "id": ids, "exact_match": exact_match}))
+    return pa.concat_tables(tables, promote_options="default")
+
+
+ALL_RIGHT = [True] * 10
+SEVEN_RIGHT = [True] * 7 + [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "outcome", "first_outcome"), [(0.3, "promoted", "first"), (0.25, "refused", "refused")]
+)
+def test_a_version_that_lost_more_of_its_base_than_allowed_is_refused(models, tolerance, outcome, first_outcome):
+    challenger, champion = map(make_scores, models)
+    challenger = with_answers(challenger, model=SEVEN_RIGHT, base=ALL_RIGHT)
+    gate = make_gate(retention={"exact_match": tolerance})
+    for verdict, expected in (
+        (compare_with_champion(gate, challenger, champion), outcome),
+        (judge_without_champion(gate, challenger), first_outcome),
+    ):
+        assert verdict.outcome == expected
+        is_named = "exact_match 0.7000 is more than 0.25 worse than the base's 1.0000" in verdict.reason
+        assert is_named == (expected == "refused")
+
+
+def test_a_version_that_gained_on_its_base_is_promoted_without_tolerance(models):
+    challenger, champion = map(make_scores, models)
+    challenger = with_answers(challenger, model=ALL_RIGHT, base=SEVEN_RIGHT)
+    assert compare_with_champion(make_gate(retention={"exact_match": 0.0}), challenger, champion).outcome == "promoted"
+
+
+def test_without_a_limit_a_loss_does_not_count(models):
+    challenger, champion = map(make_scores, models)
+    challenger = with_answers(challenger, model=[False] * 10, base=ALL_RIGHT)
+    assert compare_with_champion(make_gate(), challenger, champion).outcome == "promoted"
+
+
+@pytest.mark.parametrize(
+    ("score", "has_answers", "reason"),
+    [
+        ("exact_match", False, "its scores contain no answers of its base"),
+        ("CIDEr", True, "there is no CIDEr on skills/test"),
+    ],
+)
+def test_a_loss_that_cannot_be_compared_refuses_the_version(models, score, has_answers, reason):
+    challenger, champion = map(make_scores, models)
+    if has_answers:
+        challenger = with_answers(challenger, model=ALL_RIGHT, base=ALL_RIGHT)
+    verdict = compare_with_champion(make_gate(retention={score: 1.0}), challenger, champion)
+    assert verdict.outcome == "refused"
+    assert reason in verdict.reason

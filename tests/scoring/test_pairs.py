@@ -25,7 +25,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_pairs_come_with_prediction_images_and_references_in_the_order_of_records(folders, tmp_path):
-    pairs, test_pairs = load_pairs(*folders)
+    pairs, test_pairs, _, _ = load_pairs(*folders)
     assert [pair.id for pair in pairs] == list(bench.PREDICTIONS)
     assert test_pairs == 6
     assert [pair.prediction for pair in pairs] == list(bench.PREDICTIONS.values())
@@ -103,7 +103,7 @@ def test_missing_predictions_are_refused_without_predicts_report(name, count, fo
 @CONTROLS
 def test_fewer_predictions_are_taken_if_predict_reports_as_many(name, count, folders):
     write_fewer(folders, name, GOOD[2:], **{count: 4})
-    pairs, test_pairs = load_pairs(*folders)
+    pairs, test_pairs, _, _ = load_pairs(*folders)
     assert test_pairs == 6
     captions = {
         "": [pair.prediction for pair in pairs],

@@ -23,6 +23,7 @@ from m3diff.scoring.grammar import Grammar, load_grammars, parse_predictions
 from m3diff.scoring.metrics import BY_CHARACTERS, METRICS, Metric, PairValue, add_character_variants
 from m3diff.scoring.pairs import EvalPair, read_test_records
 from m3diff.scoring.protocols import load_specs
+from m3diff.scoring.retention import BASE_PREFIX
 
 EMBEDDED_MB = 24  # limit for images embedded in the page; above it, images are written to a folder next to the page
 
@@ -91,7 +92,7 @@ def compare(first_path: Path, second_path: Path, records: Path, clean: Path, out
 
 
 def read_run(path: Path) -> ComparedRun:
-    """Read a run's scores.parquet.
+    """Read a run's scores.parquet, without the rows with predictions of the run's base.
 
     Raises:
         DataError: the file cannot be read, or a column is missing.
@@ -102,7 +103,8 @@ def read_run(path: Path) -> ComparedRun:
         table.select(["protocol", "id", "prediction"])
     rows: dict[str, dict[str, dict[str, PairValue]]] = {}
     for row in table.to_pylist():
-        rows.setdefault(row["protocol"], {})[row["id"]] = row
+        if not row["protocol"].startswith(BASE_PREFIX):
+            rows.setdefault(row["protocol"], {})[row["id"]] = row
     return ComparedRun(path=file, table=table, rows=rows)
 
 

@@ -11,7 +11,8 @@ Random numbers depend only on the seed and an id, not on other records or the ve
 of polars and Python do not guarantee that, so this module implements a hash function.
 
 Each split has a separate folder, so that DVC can track that training depends on `train` and `val`, and prediction on
-`test`.
+`test`. The test split of datasets with the role `retention` is in a folder of its own, because the base answers it,
+too.
 """
 
 import hashlib
@@ -71,6 +72,8 @@ class Draw(IntEnum):
 
 SHARD_SAMPLES = 100_000
 
+RETENTION = "retention"  # role of a dataset, and the folder of the test splits of all such datasets
+
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 
 
@@ -81,7 +84,7 @@ class ConvertCounts(BaseModel):
         pairs: number of image sets per split. Several questions about a pair count once.
         samples: number of samples per split.
         left_out: number of training pairs and references that are left out, by reason. A question without a usable
-            answer counts as a pair without a reference.
+            answer counts as a pair without a reference. `val_pairs_of_retention` counts validation pairs.
     """
 
     pairs: dict[str, int]
@@ -106,7 +109,7 @@ class ConvertReport(StageReport):
 
 
 def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out: Path) -> ConvertReport:
-    """Write `out/{train,val,test}/NNNNN.parquet` (SAMPLE_SCHEMA) and `out/report.json`.
+    """Write `out/{train,val,test,retention}/NNNNN.parquet` (SAMPLE_SCHEMA) and `out/report.json`.
 
     The folder of a split without samples is empty.
 
@@ -132,12 +135,23 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         task = source.task or DATASETS[entries[name].reader].task
         if not entries[name].train_on:  # do not train on this dataset, even if its files contain a training split
             source = MixtureSource(weight=0)
-        samples_of_dataset, omissions = _convert_dataset(pairs.filter(dataset=name), questions[task], source, cfg)
+        pairs_of_dataset = pairs.filter(dataset=name)
+        used_pairs = pairs_of_dataset
+        if entries[name].role == RETENTION:  # the validation split chooses the weights that are best for the task
+            used_pairs = pairs_of_dataset.filter(pl.col("split") != "val")
+        samples_of_dataset, omissions = _convert_dataset(used_pairs, questions[task], source, cfg)
+        if used_pairs.height < pairs_of_dataset.height:
+            omissions["val_pairs_of_retention"] = pairs_of_dataset.filter(split="val")["image_set"].n_unique()
         counts[name] = _count_samples(samples_of_dataset, omissions)
         samples_by_dataset.append(samples_of_dataset)
     samples = pl.concat(samples_by_dataset)
-    for split in SPLITS:
-        _write_split(samples.filter(split=split), records.select(NESTED_COLUMNS), out / split)
+    retention_datasets = [name for name in names if entries[name].role == RETENTION]
+    is_retention_test = (pl.col("split") == "test") & pl.col("dataset").is_in(retention_datasets)
+    folder = pl.when(is_retention_test).then(pl.lit(RETENTION)).otherwise(pl.col("split"))
+    samples_by_folder = samples.with_columns(folder=folder)
+    for name in (*SPLITS, RETENTION):
+        samples_of_folder = samples_by_folder.filter(folder=name).drop("folder")
+        _write_split(samples_of_folder, records.select(NESTED_COLUMNS), out / name)
     is_paper_mixture = set(PAPER_DATASETS) == set(names)
     published = {name: published_mixture_counts()[name] for name in names} if is_paper_mixture else {}
     return ConvertReport(

@@ -1,13 +1,15 @@
 """evaluate: score the predictions for the test pairs with the protocols of each dataset, and write the report.
 
 Predictions and references -> metrics.json (scores by protocol), headline.json (the scores for comparing runs),
-scores.parquet (one row per protocol and pair), report.html and its images.
+scores.parquet (one row per protocol and pair), report.html and its images. Datasets with the role `retention` compare
+the model with its base. They are in a part of their own in metrics.json and on the page, and not in headline.json.
 """
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, Fault
@@ -23,6 +25,7 @@ from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import ProtocolPairs, load_specs, select_protocols
 from m3diff.scoring.results import EvaluateReport, headline_scores, score_table, summarise
+from m3diff.scoring.retention import compare_with_base
 from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
@@ -63,13 +66,24 @@ def evaluate(
         print(f"evaluate: note: {note}", flush=True)
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
+    retention_specs = load_specs(records, captioned.retention)
+    retention = compare_with_base(
+        captioned.retention,
+        captioned.retention_of_base,
+        retention_specs,
+        metrics,
+        compute.spice_dir,
+        compute.scorer_timeout_s,
+    )
     metrics = list_metrics_of_protocols(metrics, protocols)
     table = score_table(metrics, protocols, scores)
     bounds = {protocol.name: intervals(table, metrics, protocol.name) for protocol in protocols}
     kind_bounds = {protocol.name: intervals_by_kind(table, metrics, protocol.name) for protocol in protocols}
-    report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds, kind_bounds)
+    report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds, kind_bounds, retention.protocols)
     report.write(out / "metrics.json")
     write_atomic(out / "headline.json", json.dumps(headline_scores(report), indent=1) + "\n")
+    if retention.table is not None:
+        table = pa.concat_tables([table, retention.table], promote_options="default")
     with open_atomically(out / "scores.parquet") as file:
         pq.write_table(table, file, compression="zstd")
     content = PageContent(
@@ -78,10 +92,12 @@ def evaluate(
         protocols=protocols,
         pair_scores={name: protocol_scores.pairs for name, protocol_scores in scores.items()},
         parsed=parsed,
-        specs=specs,
+        specs=specs | retention_specs,
         saliency=predictions / "saliency.npz",
         notes=notes,
         origin=origin or Origin(),
+        retention=captioned.retention,
+        retention_of_base=captioned.retention_of_base,
     )
     write_report(content, out, cfg.gallery)
     return report

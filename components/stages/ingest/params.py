@@ -44,6 +44,12 @@ class DatasetEntry(RawDataset):
     train_on: tuple[Split, ...] = ("train",)
     """Splits that are used for training: [train], [train, val], or [] for a dataset that is only used for testing."""
 
+    role: Literal["task", "retention"] = "task"
+    """What the test split measures: `task` measures what the model is trained for. `retention` measures how much the
+    model keeps of what its base could do, such as answering questions about one image. The model and its base without
+    the new module answer the test split of such a dataset, and their scores are reported side by side, apart from the
+    scores of the task. Its val split is not used."""
+
     image_root: Path | None = None
     """Folder outside the root that may contain images. DVC does not watch it: after a change there, force ingest to
     run."""

@@ -5,6 +5,9 @@ each before-image with the after-image of another pair: the scores of a model th
 reversed control swaps the images of each pair: the model must describe the inverse change. Every caption is immediately
 written to a journal, so that the next run continues where a killed run stopped. Run: `m3diff predict`.
 
+Records of datasets with the role `retention` are answered by the trained model and by its base without the new module,
+to measure what the model keeps of what the base could do. If there are no such datasets, the base is not loaded.
+
 The model runs in this process or in Ray workers with one GPU each (`compute.gpu`, `compute.workers`). Each worker loads
 the checkpoint and captions its part of the batches. If a worker dies, new workers caption the remaining batches.
 Threads read, check and resize the images of the next batches while the model computes.
@@ -22,7 +25,7 @@ import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
 PREDICTIONS = "predictions"
 SHUFFLED = "predictions_shuffled"
 REVERSED = "predictions_reversed"
+RETENTION = "predictions_retention"  # answers of the trained model to the records of retention datasets
+BASE = "predictions_base"  # answers of the base to the same records
 CONTROL_SEED = 0
 CONTROL_PAIRS = 600  # maximum number of pairs per control, sampled from all pairs
 
@@ -67,7 +72,7 @@ PREPARED_BATCHES = 2  # maximum number of batches whose images are prepared whil
 PREPARED_BYTES = 1 << 30  # maximum size of these images
 NODES_TIMEOUT_S = 60  # seconds to wait until Ray has enough nodes for all workers
 
-PredictionKey = tuple[str, str]  # name of the set (predictions or a control) and id of the pair
+PredictionKey = tuple[str, str]  # name of the set (such as predictions or a control) and id of the record
 
 
 class PredictionItem(NamedTuple):
@@ -109,11 +114,17 @@ BatchPredictions = tuple[int, list[Prediction]]  # number of the batch, and pred
 
 @dataclass(frozen=True)
 class CaptionJob:
-    """The checkpoint, the maximum caption length in tokens, and the hardware settings of a captioning run."""
+    """The model, the maximum caption length in tokens, and the hardware settings of a captioning run.
+
+    Attributes:
+        checkpoint: folder of the trained model.
+        uses_base: whether the base of the trained model answers, without the new module.
+    """
 
     checkpoint: Path
     max_new_tokens: int
     compute: Compute
+    uses_base: bool = False
 
 
 class PredictReport(StageReport):
@@ -123,11 +134,13 @@ class PredictReport(StageReport):
         words: mean number of words per answer.
         control: number of captions of the control with shuffled images.
         reversed: number of captions of the control with reversed images.
+        retention: number of records of retention datasets that the model and its base answered.
     """
 
     words: float
     control: int
     reversed: int
+    retention: int
 
 
 class JournalInUseError(CodedError, BlockingIOError):
@@ -205,9 +218,12 @@ class Journal:
 def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Path) -> PredictReport:
     """Write the predictions of the test pairs and the two controls, saliency.npz and report.json to `out`.
 
+    The answers of the model and of its base to the records of retention datasets are written, too. These files contain
+    an empty list if there are no such datasets.
+
     Raises:
-        DataError: the test split is empty, an image is unreadable or has changed since ingest, or the checkpoint is
-            incomplete.
+        DataError: the test split is empty, an image is unreadable or has changed since ingest, the checkpoint is
+            incomplete, or the base is needed but missing or changed.
         ParamsError: there are fewer GPUs than `compute` requires.
         JournalInUseError: another process is captioning the same pairs.
         WorkersDiedError: more Ray workers died than `compute.max_failures` allows. The next run continues this one.
@@ -217,14 +233,28 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     out = out.resolve()
     scratch = compute.scratch.resolve()
     items = read_test_items(mixture)[: cfg.limit or None]
+    retention_items = read_items(mixture / "retention")[: cfg.limit or None]
     pairs = [item for item in items if len(item.images) == PAIR]
     shuffled_pairs, reversed_pairs = sample_control_pairs(pairs)
-    items_by_set = {PREDICTIONS: items, SHUFFLED: shuffled_pairs, REVERSED: reversed_pairs}
+    items_of_model = {
+        PREDICTIONS: items,
+        SHUFFLED: shuffled_pairs,
+        REVERSED: reversed_pairs,
+        RETENTION: retention_items,
+    }
+    items_of_base = {BASE: retention_items}
     job = CaptionJob(checkpoint=model / "checkpoint", max_new_tokens=cfg.max_new_tokens, compute=compute)
+    check_items([*items, *retention_items], FAMILIES[read_manifest(job.checkpoint)["family"]].takes)
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, job.checkpoint)}.jsonl")
     with journal:
-        answer_missing_items(job, items_by_set, cfg.batch_pairs, journal)
-        for set_name, set_items in items_by_set.items():
+        if journal.predictions:
+            kept_captions = format_count(
+                len(journal.predictions), "caption of an earlier run is", "captions of an earlier run are"
+            )
+            print(f"predict: resumed; {kept_captions} kept", flush=True)
+        answer_missing_items(job, items_of_model, cfg.batch_pairs, journal)
+        answer_missing_items(replace(job, uses_base=True), items_of_base, cfg.batch_pairs, journal)
+        for set_name, set_items in (items_of_model | items_of_base).items():
             rows = []
             for item in set_items:
                 rows.append({"image_id": item.id, "caption": journal.predictions[set_name, item.id].caption})
@@ -240,6 +270,7 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
             words=round(float(mean_words), 2),
             control=len(shuffled_pairs),
             reversed=len(reversed_pairs),
+            retention=len(retention_items),
         ).write(out / "report.json")
         journal.path.unlink()
     return report
@@ -258,6 +289,7 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
         "predict": cfg.model_dump(mode="json"),
         "checkpoint": manifest["files"],
         "samples": [f"{file.name} {sha256(file)}" for file in part_paths(mixture / "test")],
+        "retention": [f"{file.name} {sha256(file)}" for file in part_paths(mixture / "retention")],
     }
     family_modules = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
     return compute_key(inputs, Path(__file__), family_modules)
@@ -268,17 +300,18 @@ def answer_missing_items(
 ) -> None:
     """Answer the items that are not yet in the journal.
 
-    A resumed run uses the same batches as an uninterrupted one, so that it computes the same answers.
+    A resumed run uses the same batches as an uninterrupted one, so that it computes the same answers. If no answer is
+    missing, the model is not loaded.
 
     Args:
-        job: the checkpoint and the hardware settings.
-        items_by_set: the items of the predictions and of each control, by the name of the set.
+        job: the model and the hardware settings.
+        items_by_set: the items that the model answers, by the name of the set.
         batch_size: maximum number of items per batch.
         journal: the journal, to which the new answers are added.
     """
     from m3diff.models.checkpoint import load_processor
 
-    check_items(items_by_set[PREDICTIONS], FAMILIES[read_manifest(job.checkpoint)["family"]].takes)
+    # The prompts of the base, whose tokenizer is that of the checkpoint, have the same lengths
     processor = load_processor(job.checkpoint)
     all_batches: list[tuple[str, list[PredictionItem]]] = []  # each with the name of its set
     for set_name, items in items_by_set.items():
@@ -289,19 +322,18 @@ def answer_missing_items(
             shows_pairs = len(batch[0].images) == PAIR
             missing_batches.append(Batch(number, batch, saliency=set_name == PREDICTIONS and shows_pairs))
     earlier_captions = len(journal.predictions)
-    if earlier_captions:
-        print(f"predict: resumed; {earlier_captions} captions of an earlier run are kept", flush=True)
     if not missing_batches:
         return
+    title = "predict: base" if job.uses_base else "predict"
     start = time.monotonic()
     stream = caption_batches(job, missing_batches)
-    for number, predictions in progress(stream, "predict", total=len(missing_batches), unit="batch"):
+    for number, predictions in progress(stream, title, total=len(missing_batches), unit="batch"):
         set_name, batch = all_batches[number]
         keys = [(set_name, item.id) for item in batch]
         journal.add(zip(keys, predictions, strict=True))
     seconds = time.monotonic() - start
     captions = len(journal.predictions) - earlier_captions
-    print(f"predict: {captions} captions in {seconds:.0f} s, {captions / seconds:.1f} captions/s", flush=True)
+    print(f"{title}: {captions} captions in {seconds:.0f} s, {captions / seconds:.1f} captions/s", flush=True)
 
 
 def read_test_items(mixture: Path) -> list[PredictionItem]:
@@ -310,16 +342,26 @@ def read_test_items(mixture: Path) -> list[PredictionItem]:
     Raises:
         DataError: the test split is empty, or a file cannot be read.
     """
+    items = read_items(mixture / "test")
+    if not items:
+        raise DataError("predict.no_test_sample", path=mixture / "test")
+    return items
+
+
+def read_items(samples: Path) -> list[PredictionItem]:
+    """Return the records of a table of samples, in the order of the table.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
     items: dict[str, PredictionItem] = {}
-    for file in part_paths(mixture / "test"):
+    for file in part_paths(samples):
         with data_error_if_unreadable(file):
             table = pq.read_table(file, columns=COLUMNS).to_pydict()
         for record, images, history, question in zip(*(table[column] for column in COLUMNS), strict=True):
             image_references = tuple(ImageRef(**image) for image in images)
             turns = [Turn(**turn) for turn in history]
             items.setdefault(record, PredictionItem(record, image_references, (*turns, Turn(question))))
-    if not items:
-        raise DataError("predict.no_test_sample", path=mixture / "test")
     return list(items.values())
 
 
@@ -425,13 +467,14 @@ def caption_in_order(captioner: "Captioner", batches: Sequence[Batch], threads: 
 
 
 def load_model(job: CaptionJob) -> "Captioner":
-    """Load the model with fused kernels, in the precision it was trained in."""
-    from m3diff.models.generation import load_captioner
+    """Load the model or its base with fused kernels, in the precision that the model was trained in."""
+    from m3diff.models.generation import load_base_captioner, load_captioner
 
     config_file = job.checkpoint / "config.json"
     dtype = json.loads(config_file.read_text(encoding="utf-8")).get("dtype") if config_file.is_file() else None
     device = Device(job.compute.gpu, "bf16" if dtype == "bfloat16" else "fp32")
-    captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
+    load = load_base_captioner if job.uses_base else load_captioner
+    captioner = load(job.checkpoint, job.max_new_tokens, device)
     captioner.family.fuse(captioner.model, "none")
     return captioner
 

@@ -26,6 +26,7 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
 )
 
+from m3diff.datasets.minichange.questions import DESCRIBE_ONE_IMAGE, DESCRIBE_TWO_IMAGES
 from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
@@ -48,9 +49,6 @@ QUESTIONS = (
     "Look at the image before and the image after. What changed?",
     "Say in words how the second image differs from the first.",
 )
-
-DESCRIBE_ONE_IMAGE = "Describe the image."
-DESCRIBE_TWO_IMAGES = "Describe both images."
 
 # BLIP-2 answers these questions with a caption and does not read the question
 CAPTION_QUESTIONS = {DESCRIBE_ONE_IMAGE, DESCRIBE_TWO_IMAGES, *QUESTIONS}

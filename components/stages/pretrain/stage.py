@@ -39,13 +39,13 @@ from torch import Tensor, nn
 from torch.optim import _muon as torch_muon
 from transformers import Qwen2Tokenizer
 
-from m3diff.datasets.minichange.language import describe_cells, describe_scene, describe_things, references
+from m3diff.datasets.minichange.language import references
+from m3diff.datasets.minichange.questions import ask_for_images, ask_for_objects, ask_for_places
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import (
     COLORS,
     KINDS,
     MARK_WIDTH,
-    PLACE_NAMES,
     SAMPLERS,
     STATES,
     WIDTHS,
@@ -60,8 +60,6 @@ from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.pretrain.bases import (
-    DESCRIBE_ONE_IMAGE,
-    DESCRIBE_TWO_IMAGES,
     QUESTIONS,
     SPECIAL_TOKENS,
     Architecture,
@@ -70,7 +68,6 @@ from m3diff.stages.pretrain.bases import (
 from m3diff.stages.pretrain.params import TASKS, Pretrain, TaskName
 
 LOG_EVERY_STEPS = 200
-OBJECTS_PER_QUESTION = 4
 
 
 @dataclass(frozen=True)
@@ -86,73 +83,6 @@ class PretrainTask:
     name: TaskName
     image_count: int
     ask: Callable[[np.random.Generator, list[Scene]], tuple[str, str]]
-
-
-def ask_for_images(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """Return a question that asks to describe each image, and the answer with the objects in reading order."""
-    if len(scenes) == 1:
-        return DESCRIBE_ONE_IMAGE, describe_scene(scenes[0])
-    descriptions = [f"image {number}: {describe_scene(scene)}" for number, scene in enumerate(scenes, start=1)]
-    return DESCRIBE_TWO_IMAGES, "; ".join(descriptions)
-
-
-def ask_for_places(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """Return a question that asks to describe two images by place, and the answer with the places in random order."""
-    scene_1, scene_2 = scenes
-    objects_1 = describe_cells(scene_1)
-    objects_2 = describe_cells(scene_2)
-    parts = []
-    for cell in rng.permutation(sorted({*objects_1, *objects_2})):
-        object_1 = objects_1.get(cell, "nothing")
-        object_2 = objects_2.get(cell, "nothing")
-        parts.append(f"{PLACE_NAMES[cell]} {object_1} then {object_2}")
-    return "Describe both images place by place.", ", ".join(parts)
-
-
-def ask_for_objects(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """Return a question about objects with a given appearance, and the answer.
-
-    For each object, the answer contains its place and description, or "nothing". Each appearance matches at most one
-    object in the images.
-    """
-    descriptions: list[str] = []
-    appearances: list[tuple[str, ...]] = []  # the words after the article in `a small red box ...`, or `mark`
-    for scene in scenes:
-        for cell, text in describe_things(scene):
-            descriptions.append(f"{PLACE_NAMES[cell]} {text}")
-            appearances.append(tuple(text.split()[1:4]))
-    answers: dict[str, str] = {}  # by the appearance in the question
-    while len(answers) < OBJECTS_PER_QUESTION:
-        appearance = _sample_appearance(rng, appearances)
-        matching_descriptions = []
-        for description, words in zip(descriptions, appearances, strict=True):
-            if set(appearance.split()) <= set(words):
-                matching_descriptions.append(description)
-        if len(matching_descriptions) > 1:
-            continue  # the question would be ambiguous
-        if matching_descriptions:
-            answers[appearance] = matching_descriptions[0]
-        elif rng.random() < 0.5:
-            answers[appearance] = "nothing"
-    return f"Describe the {', the '.join(answers)}.", ", ".join(answers.values())
-
-
-def _sample_appearance(rng: np.random.Generator, appearances: list[tuple[str, ...]]) -> str:
-    """Return an appearance such as `red box`, which may match an object in the images or no object.
-
-    Args:
-        appearances: the appearance of each object in the images: size, color and kind, or only `mark`.
-    """
-    if rng.random() < 0.4:  # any appearance, which may match no object
-        if rng.random() < 0.8:
-            return f"{pick(rng, COLORS)} {pick(rng, KINDS)}"
-        return "mark"
-    words = pick(rng, appearances)
-    if len(words) == 1:
-        return words[0]
-    size, color, kind = words
-    full_appearance = f"{size} {color} {kind}"
-    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", full_appearance, full_appearance))
 
 
 def ask_without_images(levels: tuple[Level, ...], rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:

@@ -50,3 +50,8 @@ class Promote(Section):
 
     guards: Mapping[str, Annotated[float, Field(ge=0, strict=True)]] = Field(default_factory=dict)
     """Scores that must not get worse, and the largest loss allowed for each score. 0 allows no loss."""
+
+    retention: Mapping[str, Annotated[float, Field(ge=0, strict=True)]] = Field(default_factory=dict)
+    """Scores on the datasets with the role `retention`, and the largest loss allowed against the base for each score.
+    A version that lost more of what its base could do is not promoted. Without an entry, such losses are only
+    reported."""

@@ -153,8 +153,13 @@ class Training:
             epochs=cfg.epochs,
             ranks=worker.ranks,
         )
-        for samples in (training_samples, validation_samples):
-            check_samples(samples, job.model.family, self.family.takes, self.processor, cfg.max_tokens)
+        samples_by_split = {"train": training_samples, "val": validation_samples}
+        for split, samples in samples_by_split.items():
+            check_samples(samples, split, job.model.family, self.family.takes, self.processor, cfg.max_tokens)
+        # Otherwise, predict would refuse these samples after the training
+        for split in ("test", "retention"):
+            samples = batches.read_samples(job.mixture / split)
+            check_samples(samples, split, job.model.family, self.family.takes, self.processor)
         # The validation split has the question of evaluation, and the training split may have several wordings of it
         self.question = batches.find_usual_question(validation_samples, training_samples)
         self.validation = Validation(job, validation_samples, worker, self.processor, self.device)

@@ -1,4 +1,4 @@
-"""Check before the first step that the model's family can process every sample of a phase, and that none is too long.
+"""Check before the first step that the model's family can process every sample, and that none is too long.
 
 Nothing is cut to a length or left out during training.
 """
@@ -16,12 +16,13 @@ from m3diff.stages.train.batches import Samples
 
 
 def check_samples(
-    samples: Samples, family: str, takes: Takes, processor: Processor, max_tokens: int | None = None
+    samples: Samples, split: str, family: str, takes: Takes, processor: Processor, max_tokens: int | None = None
 ) -> None:
     """Check that a family can process every sample.
 
     Args:
         samples: the samples of a split.
+        split: name of the split's folder in the mixture, for messages.
         family: name of the family, for messages.
         takes: the samples that the family can process.
         processor: processor of the model.
@@ -31,14 +32,18 @@ def check_samples(
         ParamsError: a sample has a number of images, a question of its own, earlier turns or the mark of an image in a
             text that the family cannot process, or is longer than `max_tokens`.
     """
-    for fault in faults_of_samples(samples, family, takes, processor):
+    for fault in faults_of_samples(samples, split, family, takes, processor):
         raise ParamsError(fault)
     if max_tokens is not None:
         _check_lengths(samples, processor, max_tokens)
 
 
-def faults_of_samples(samples: Samples, family: str, takes: Takes, processor: Processor) -> Iterator[Fault]:
-    """Yield a fault for each property of samples that the family cannot process, with the number of these samples."""
+def faults_of_samples(samples: Samples, split: str, family: str, takes: Takes, processor: Processor) -> Iterator[Fault]:
+    """Yield a fault for each property of samples that the family cannot process, with the number of these samples.
+
+    The arguments are those of `check_samples`.
+    """
+    origin = {"split": split, "family": family}
     turn = pl.element().struct
     history = pl.col("history").list.eval(pl.concat_str(turn.field("question"), turn.field("answer"))).list.join("")
     texts = pl.concat_str("question", "answer", history)
@@ -52,19 +57,19 @@ def faults_of_samples(samples: Samples, family: str, takes: Takes, processor: Pr
     )
     for images in sorted(set(table["images"]) - {*takes.images}):
         chosen = table.filter(images=images)
-        yield _fault("train.images_not_taken", chosen, family, images=images, expected=list(takes.images))
+        yield _fault("train.images_not_taken", chosen, **origin, images=images, expected=list(takes.images))
     if not takes.questions and table["has_own_question"].any():
-        yield _fault("train.questions_not_taken", table.filter("has_own_question"), family)
+        yield _fault("train.questions_not_taken", table.filter("has_own_question"), **origin)
     if not takes.turns and (table["turns"] > 1).any():
-        yield _fault("train.turns_not_taken", table.filter(pl.col("turns") > 1), family)
+        yield _fault("train.turns_not_taken", table.filter(pl.col("turns") > 1), **origin)
     if not processor.places_images and table["has_mark"].any():
-        yield _fault("train.marks_not_taken", table.filter("has_mark"), family, mark=IMAGE_MARK)
+        yield _fault("train.marks_not_taken", table.filter("has_mark"), **origin, mark=IMAGE_MARK)
 
 
-def _fault(code: str, chosen: pl.DataFrame, family: str, **fields: object) -> Fault:
+def _fault(code: str, chosen: pl.DataFrame, **fields: object) -> Fault:
     """Return a fault about the chosen samples, which names their datasets and the first record."""
     datasets = chosen["dataset"].unique(maintain_order=True).to_list()
-    return Fault(code, value=len(chosen), family=family, names=datasets, name=chosen["record"][0], **fields)
+    return Fault(code, value=len(chosen), names=datasets, name=chosen["record"][0], **fields)
 
 
 def _check_lengths(samples: Samples, processor: Processor, max_tokens: int) -> None:

@@ -19,6 +19,7 @@ from tests.layouts import make_entry, write_record_table
 
 QUESTIONS = Path("profiles/questions.yaml")
 LIMITS = {"seed": 7, "questions": QUESTIONS, "references_per_question": 5, "no_change_share": 1.0, "sources": {}}
+SPLIT_OF_FOLDER = {"retention": "test"}
 READERS = {"edits": "iedit", "birds": "birds_to_words"}  # of datasets of these names; `pairs` of all others
 
 
@@ -36,11 +37,11 @@ def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, Con
     names = dict.fromkeys(record["dataset"] for record in records)
     entries = {}
     for name in names:
-        fields = {"train_on": ()} if name == "tested" else {}
+        fields = {"train_on": ()} if name == "tested" else {"role": "retention"} if name == "kept" else {}
         entries[name] = make_entry(READERS.get(name, "pairs"), folder, **fields)
     report = convert(Convert.model_validate(LIMITS | changes), entries, folder / "clean", folder / "mixture")
     frames = split_frames(folder / "mixture")
-    assert all((frame["split"] == split).all() for split, frame in frames.items())
+    assert all((frame["split"] == SPLIT_OF_FOLDER.get(name, name)).all() for name, frame in frames.items())
     assert all(pq.read_schema(shard).equals(SAMPLE_SCHEMA) for shard in (folder / "mixture").glob("*/*"))
     samples = pl.concat(frames.values())
     assert samples.height == report.rows_out == sum(report.samples.values())
@@ -51,7 +52,7 @@ def run(folder: Path, records: list[dict], **changes) -> tuple[pl.DataFrame, Con
 
 
 def split_frames(mixture: Path) -> dict[str, pl.DataFrame]:
-    full = [split for split in SPLITS if any((mixture / split).iterdir())]
+    full = [name for name in (*SPLITS, *SPLIT_OF_FOLDER) if any((mixture / name).iterdir())]
     return {split: pl.read_parquet(mixture / split / "*.parquet") for split in full}
 
 
@@ -283,7 +284,13 @@ def test_every_count_of_the_report(tmp_path):
 def test_every_split_has_a_folder_and_old_shards_do_not_survive(tmp_path):
     for _ in range(2):
         run(tmp_path, [record("a", "test")])
-        assert sorted(path.name for path in (tmp_path / "mixture").iterdir()) == ["report.json", "test", "train", "val"]
+        assert sorted(path.name for path in (tmp_path / "mixture").iterdir()) == [
+            "report.json",
+            "retention",
+            "test",
+            "train",
+            "val",
+        ]
         assert [path.name for path in (tmp_path / "mixture").glob("*/*")] == ["00000.parquet"]
         (tmp_path / "mixture/test/00009.parquet").write_bytes(b"old")
 
@@ -371,3 +378,17 @@ def test_a_training_is_refused_by_a_mixture_without_any_test_pair(tmp_path):
 def test_a_machine_that_has_only_the_training_split_may_train(tmp_path):
     (tmp_path / "mixture/train").mkdir(parents=True)
     require_test_pairs(tmp_path / "mixture", "d/test")
+
+
+def test_the_test_split_of_a_retention_dataset_has_a_folder_of_its_own(tmp_path):
+    records = [record(f"{split}{number}", split) for split in SPLITS for number in range(2)]
+    records += [record(f"{split}{number}", split, dataset="kept") for split in SPLITS for number in range(3)]
+    samples, report = run(tmp_path, records)
+    frames = split_frames(tmp_path / "mixture")
+    assert frames["retention"]["record"].to_list() == ["kept/test0", "kept/test1", "kept/test2"]
+    assert set(frames["test"]["dataset"]) == set(frames["val"]["dataset"]) == {"d"}
+    assert frames["train"]["dataset"].to_list().count("kept") == 3, "it trains, too, unless train_on says otherwise"
+    assert report.datasets["kept"].left_out["val_pairs_of_retention"] == 3
+    assert report.datasets["kept"].samples == {"train": 3, "val": 0, "test": 3}
+    assert "val_pairs_of_retention" not in report.datasets["d"].left_out
+    assert samples.height == 6 + 6

@@ -1,5 +1,6 @@
 """predict on a tiny checkpoint: outputs, their order, controls, and resuming a killed run."""
 
+import hashlib
 import json
 import shutil
 import zipfile
@@ -9,10 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from m3diff.images.open import load_image
+from m3diff.models import generation
+from m3diff.models.device import Device
 from m3diff.models.foreign_code import CheckpointError
-from m3diff.models.generation import Captioner, load_captioner
+from m3diff.models.generation import Captioner, load_base_captioner, load_captioner
 from m3diff.provenance import code
 from m3diff.records.errors import DataError
 from m3diff.records.sample import ImageRef, Turn
@@ -36,6 +41,7 @@ from tests.tiny import colour_image
 
 IDS = [f"toy/{number}" for number in ORDER]
 SETS = ("predictions", "predictions_shuffled", "predictions_reversed")
+RETENTION_SETS = ("predictions_retention", "predictions_base")
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +76,15 @@ def test_predictions_are_the_captions_in_the_mixture_s_order(written, captioner,
 def test_the_report_counts_pairs_words_and_controls(written):
     out, report = written
     words = round(sum(len(row["caption"].split()) for row in rows_of(out)) / 5, 2)
-    assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words, control=5, reversed=5)
+    assert report == PredictReport(
+        stage="predict", rows_in=5, rows_out=5, words=words, control=5, reversed=5, retention=0
+    )
     assert json.loads((out / "report.json").read_text()) == report.model_dump()
 
 
-def test_the_outputs_are_three_sets_of_captions_maps_and_a_report(written):
+def test_the_outputs_are_sets_of_captions_maps_and_a_report(written):
     files = {path.name for path in written[0].iterdir()}
-    assert files == {*(f"{name}.json" for name in SETS), "saliency.npz", "report.json"}
+    assert files == {*(f"{name}.json" for name in SETS + RETENTION_SETS), "saliency.npz", "report.json"}
 
 
 @pytest.fixture
@@ -402,3 +410,102 @@ def test_a_second_process_is_refused_until_the_first_has_ended(file):
     with Journal(file), raises(JournalInUseError, "predict.journal_in_use", path=file):
         Journal(file).__enter__()
     assert read_journal(file) == comparable(JOURNALED)
+
+
+# Datasets with the role `retention`, which the base answers, too
+
+
+@pytest.fixture(scope="module")
+def retention_mixture(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Add two questions about one image, of a retention dataset, to the five test pairs."""
+    folder = tmp_path_factory.mktemp("retention") / "mixture"
+    shutil.copytree(mixture, folder)
+    rows = []
+    for record, number, question in (("skills/4?0", 4, "Is there a cube?"), ("skills/0?0", 0, "What is it?")):
+        image = folder / f"{number}_before.png"
+        digest = hashlib.sha256(image.read_bytes()).digest()
+        row = dict.fromkeys(SAMPLE_SCHEMA.names, "") | {"id": f"{record}#0", "record": record, "question": question}
+        rows.append(row | {"images": [{"uri": str(image), "sha256": digest}], "history": []})
+    (folder / "retention").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), folder / "retention" / "00000.parquet")
+    return folder
+
+
+def answer_alone(captioner: Captioner, mixture: Path) -> list[dict[str, str]]:
+    """Return the answers to the questions of the retention dataset, each asked alone."""
+    rows = []
+    for record, number, question in (("skills/4?0", 4, "Is there a cube?"), ("skills/0?0", 0, "What is it?")):
+        image = load_image(mixture / f"{number}_before.png")
+        rows.append({"image_id": record, "caption": captioner.caption([(image,)], question)[0]})
+    return rows
+
+
+def test_the_model_and_its_base_answer_the_records_of_retention_datasets(
+    retention_mixture, model, written, captioner, tmp_path
+):
+    report = run(settings(), retention_mixture, model, tmp_path)
+    assert report.retention == 2
+    assert rows_of(tmp_path, "predictions_retention") == answer_alone(captioner, retention_mixture)
+    base = load_base_captioner(model / "checkpoint", 5, Device(gpu=False, precision="fp32"))
+    assert rows_of(tmp_path, "predictions_base") == answer_alone(base, retention_mixture)
+    for name in SETS:
+        assert rows_of(tmp_path, name) == rows_of(written[0], name)
+
+
+def test_each_of_the_two_models_answers_its_own_set(retention_mixture, model, tmp_path, monkeypatch):
+    def answer(captioner: Captioner, prepared: list, dialogues: list, saliency: bool) -> tuple[list[str], None]:
+        has_module = any(".mdp." in name for name, _ in captioner.model.named_parameters())
+        return [f"with module: {has_module}"] * len(prepared), None
+
+    monkeypatch.setattr(Captioner, "answer", answer)
+    run(settings(), retention_mixture, model, tmp_path)
+    for name in SETS + RETENTION_SETS:
+        captions = {row["caption"] for row in rows_of(tmp_path, name)}
+        assert captions == {f"with module: {name != 'predictions_base'}"}
+
+
+def test_the_base_has_the_weights_of_its_folder(model):
+    def digests(weights: dict[str, torch.Tensor]) -> set[bytes]:
+        return {hashlib.sha256(weight.contiguous().numpy().tobytes()).digest() for weight in weights.values()}
+
+    base = load_base_captioner(model / "checkpoint", 5, Device(gpu=False, precision="fp32")).model
+    trained = load_captioner(model / "checkpoint", 5).model
+    digests_of_folder = digests(load_file(next((model.parent / "base").glob("*.safetensors"))))
+    assert digests_of_folder <= digests(base.state_dict())
+    assert not digests_of_folder <= digests(trained.state_dict())
+
+
+def test_without_a_retention_dataset_the_base_is_not_loaded(mixture, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "load_base_captioner", None)
+    run(settings(), mixture, model, tmp_path)
+    assert rows_of(tmp_path, "predictions_retention") == []
+    assert rows_of(tmp_path, "predictions_base") == []
+
+
+def test_a_run_killed_while_the_base_answers_goes_on_with_the_base(retention_mixture, model, tmp_path, counted, capsys):
+    counted["end"] = 10
+    with pytest.raises(Killed):
+        run(settings(batch_pairs=1), retention_mixture, model, tmp_path)
+    return_calls = len(counted["calls"])
+    counted["end"] = None
+    report = run(settings(batch_pairs=1), retention_mixture, model, tmp_path)
+    assert report.retention == 2
+    assert len(counted["calls"]) - return_calls == 5 + 5 + 5 + 2 + 2 - 10
+    assert "resumed; 10 captions" in capsys.readouterr().out
+
+
+def test_a_base_that_is_gone_or_changed_is_named(retention_mixture, model, tmp_path):
+    shutil.copytree(model.parent, tmp_path / "copy")
+    copy = tmp_path / "copy/model"
+    config = tmp_path / "copy/base/config.json"
+    config.write_text(config.read_text() + " ")
+    with raises(CheckpointError, "models.other_base_digest", base=config.parent):
+        run(settings(), retention_mixture, copy, tmp_path / "out")
+    shutil.rmtree(config.parent)
+    with raises(CheckpointError, "models.no_base_of_checkpoint", base=config.parent):
+        run(settings(), retention_mixture, copy, tmp_path / "out")
+
+
+def test_other_retention_records_are_another_run(retention_mixture, mixture, model):
+    checkpoint = model / "checkpoint"
+    assert run_key(settings(), mixture, checkpoint) != run_key(settings(), retention_mixture, checkpoint)

@@ -1,5 +1,6 @@
 """Training on pairs, single images and text: what a run trains on, with one worker and with two."""
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,16 @@ def test_a_sample_that_is_too_long_ends_the_run_before_its_first_step(mixed_mixt
         run(recipe(base, **COMPUTE, max_tokens=limit), mixed_mixture, tmp_path / "too short")
 
 
+@pytest.mark.parametrize("split", ["test", "retention"])
+def test_samples_that_only_predict_would_refuse_end_the_run_before_its_first_step(split, mixed_mixture, base, tmp_path):
+    shutil.copytree(mixed_mixture / "train", tmp_path / "mixture" / "train")
+    marked = samples_of((2, "toy/2?1", "Is <image> older?", None)).table
+    (tmp_path / "mixture" / split).mkdir(parents=True)
+    marked.write_parquet(tmp_path / "mixture" / split / "00000.parquet")
+    with raises(ParamsError, "train.marks_not_taken", split=split, name="toy/2?1"):
+        run(recipe(base, **COMPUTE), tmp_path / "mixture", tmp_path / "out")
+
+
 def samples_of(*rows: tuple[int, str, str, str | None]) -> Samples:
     """Return samples of one dataset, given as (number of images, record, question, earlier question)."""
     table = []
@@ -136,12 +147,12 @@ PAIR_ROW = (2, "toy/1", "What changed?", None)
 def test_a_family_refuses_samples_that_it_cannot_take(family, row, code, fields):
     processor = SimpleNamespace(places_images=False)
     takes = FAMILIES[family].takes
-    check_samples(samples_of(PAIR_ROW), family, takes, processor)
-    fields = fields | {"value": 1, "family": family, "names": ["toy"], "name": row[1]}
+    check_samples(samples_of(PAIR_ROW), "test", family, takes, processor)
+    fields = fields | {"value": 1, "split": "test", "family": family, "names": ["toy"], "name": row[1]}
     with raises(ParamsError, code, **fields):
-        check_samples(samples_of(PAIR_ROW, row), family, takes, processor)
+        check_samples(samples_of(PAIR_ROW, row), "test", family, takes, processor)
 
 
 def test_a_family_that_places_images_takes_marks_in_texts():
     processor = SimpleNamespace(places_images=True)
-    check_samples(samples_of((2, "toy/2?1", "Is <image> older?", None)), "m3diff", Takes(), processor)
+    check_samples(samples_of((2, "toy/2?1", "Is <image> older?", None)), "train", "m3diff", Takes(), processor)
