@@ -348,6 +348,52 @@ def write_nlvr(root: Path) -> Path:
     return root
 
 
+def rsrcc_text(question: str, answer: str, *options: str, line_break: str = r"\n") -> str:
+    """Return a value of the column `text` of RSRCC, whose line breaks are two characters."""
+    parts = [f"**Question:** {question}"]
+    if options:
+        lettered_options = zip("ABCDEFGH", options, strict=False)
+        parts.append(line_break.join(f"**{letter})** {option}" for letter, option in lettered_options))
+    parts.append(f"**Answer:** {answer}")
+    return (2 * line_break).join(parts)
+
+
+ROAD_OPTIONS = ("It was paved.", "It was dug up.", "A tree fell on it.", "Nothing.")
+RSRCC_ROWS = {
+    "train": [
+        ("1a_2b", rsrcc_text("Was a house built in the north?", "Yes")),
+        ("1a_2b", rsrcc_text("What happened to the road?", "C", *ROAD_OPTIONS)),
+    ],
+    "val": [("3c_4d", rsrcc_text("Is the pool gone?", "No"))],
+    "test": [
+        ("5e_6f", rsrcc_text("Was a tree planted?", "Yes")),
+        ("7a_8b", rsrcc_text("Was a car park built?", "No")),
+        ("5e_6f", rsrcc_text("Was a tree planted?", "Yes")),
+    ],
+}
+
+
+def write_rsrcc(root: Path, rows: Mapping[str, Sequence[tuple[str, str]]] = RSRCC_ROWS) -> Path:
+    """Write RSRCC: two questions about a pair, and a row that occurs twice.
+
+    Args:
+        rows: the pair and the text of each row, by split.
+    """
+    pairs: dict[str, int] = {}
+    for split, rows_of_split in rows.items():
+        (root / split).mkdir(parents=True, exist_ok=True)
+        with (root / split / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["before_file_name", "after_file_name", "text"])
+            for pair, text in rows_of_split:
+                names = [f"images/0000/{pair}_{side}.png" for side in ("before", "after")]
+                number = pairs.setdefault(pair, len(pairs))
+                for side, name in enumerate(names):
+                    save_picture(root / split / name, number, 40 * number + 20 * side)
+                table.writerow([*names, text])
+    return root
+
+
 BIRDS = [
     ("11", "22", "train", 'Animal 1 is "bigger"'),
     ("22", "11", "train", "other way"),
@@ -395,6 +441,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "nlvr2": write_nlvr,
     "omnidiff": lambda root: write_manifest(root, "annotations.json"),
     "pairs": lambda root: write_manifest(root, "pairs.csv"),
+    "rsrcc": write_rsrcc,
     "spot_the_diff": write_spot,
     "syned": write_syned,
 }

@@ -274,6 +274,8 @@ class SplitCount:
     wordless: int = 0  # number of pairs whose references are all empty
     records: int | None = None  # number of records in the annotation file, if several records describe one pair
     image_pairs: int | None = None  # number of distinct image pairs, if several pairs have the same images
+    # Number of questions, if pairs have several. The captions of a pair, and a turn of a test dialogue, count as one
+    questions: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from m3diff.commands.score.matching import MatchedPairs, find_caption_faults, fi
 from m3diff.commands.score.predictions import read_predictions
 from m3diff.commands.score.references import References, find_references, make_bare_pair
 from m3diff.commands.score.report import ScoreReport
-from m3diff.commands.score.task import ScoringTask, find_task
+from m3diff.commands.score.task import ScoringTask, find_counts, find_task
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.records.errors import DataError, Fault, ParamsError
@@ -1061,3 +1061,18 @@ def test_the_records_of_ingest_give_the_scores_of_answers_without_a_benchmark(fo
     assert report.dataset == "toy"
     assert report.scores["number_accuracy"] == 1 / 2
     assert report.by_group["by_kind/count"]["number_accuracy"] == 1 / 2
+
+
+@pytest.mark.parametrize(
+    ("published_pairs", "counts"),
+    [
+        (30, SplitCount(30, 30, questions=30, image_pairs=4)),
+        (4, SplitCount(4)),
+        (7, SplitCount(7)),
+        (None, None),
+    ],
+    ids=["all questions", "as many as pairs", "some questions", "unknown"],
+)
+def test_counts_of_a_protocol_of_questions_are_those_of_the_questions(published_pairs, counts):
+    test_counts = SplitCount(4, 30, questions=30)
+    assert find_counts(Protocol("test", published_pairs), test_counts) == counts

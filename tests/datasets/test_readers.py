@@ -85,6 +85,17 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
             ("test", "test1-7-0", "test1-7", "test1", ["x"]),
         )
     ],
+    "rsrcc": [
+        (split, f"{pair}?{number}", pair, f"{start}_before.png", f"{start}_after.png", [text])
+        for split, pair, number, text, start in (
+            ("train", "1a_2b", 0, "Yes", "train/images/0000/1a_2b"),
+            ("train", "1a_2b", 1, "C", "train/images/0000/1a_2b"),
+            ("val", "3c_4d", 0, "No", "val/images/0000/3c_4d"),
+            ("test", "5e_6f", 0, "Yes", "test/images/0000/5e_6f"),
+            ("test", "7a_8b", 0, "No", "test/images/0000/7a_8b"),
+            ("test", "5e_6f", 1, "Yes", "test/images/0000/5e_6f"),
+        )
+    ],
     "spot_the_diff": [
         (split, name, name, f"resized_images/{name}", f"resized_images/{name[:-4]}_2.png", references)
         for split, name, references in (
@@ -116,6 +127,7 @@ SOURCES = {
     "levir_cc": "LevirCCcaptions.json, image 0",
     "magicbrush": "train-00000-of-00002-2f1a.parquet, row 0",
     "nlvr2": "train.json, line 1",
+    "rsrcc": "train/metadata.csv, line 2",
     "spot_the_diff": "annotations/train.json, record 0 and 2 and 3",
     "syned": "instructions_with_idx_train_split.txt, line 1",
 }
@@ -210,6 +222,21 @@ DEV = [("dev-1-0-0", "x", True), ("dev-1-0", "x", "True"), ("train-1-0-0", "x", 
 BIRDS = "birds-to-words-v1.0.tsv"
 SESSION = "test/edit_sessions.json"
 BAD_BIRDS = [("1", "no", "val", "a"), ("3/", "4", "val", "d")]
+BAD_RSRCC = {
+    "val": [
+        ("p", ""),
+        ("p", " "),
+        ("p", "Was a house built? Yes"),
+        ("p", layouts.rsrcc_text("Was a house built?", " ")),
+        ("p", layouts.rsrcc_text("What was built?", "E", *layouts.ROAD_OPTIONS)),
+        ("p", layouts.rsrcc_text("What was built?", "Yes", *layouts.ROAD_OPTIONS)),
+        ("p", layouts.rsrcc_text("Was a house built?", "A")),
+        ("p", layouts.rsrcc_text("Was a house built?", "I am not sure")),
+        ("p", layouts.rsrcc_text("What was built?", "A", "A house.", "")),
+        ("p", layouts.rsrcc_text("What was built?", "A", "A house.", "A road.").replace("B)", "C)")),
+        ("p", layouts.rsrcc_text("", "Yes")),
+    ],
+}
 BROKEN: dict[str, list[Change]] = {
     "birds_to_words": [lambda root: layouts.write_birds(root / BIRDS, BAD_BIRDS)],
     "clevr_change": [
@@ -231,6 +258,7 @@ BROKEN: dict[str, list[Change]] = {
         lines("data/dev.json", *(json.dumps(layouts.nlvr_line(*line)) for line in DEV), "{"),
         put("data/train.json", {**layouts.nlvr_line("train-5-0-0", "x", "True"), "directory": "38"}),
     ],
+    "rsrcc": [lambda root: layouts.write_rsrcc(root, BAD_RSRCC)],
     "spot_the_diff": [update("annotations/val.json", lambda rows: rows[0].update(sentences="gone"))],
     "syned": [
         lines(TRAIN, "0 <INSTRUCT> a", "5 <INSTRUCT> b", "x <INSTRUCT> c", "10 d"),
@@ -268,6 +296,17 @@ nlvr2: None val dev.json, line 2: unexpected_value identifier text 'dev-1-0'
 nlvr2: None val dev.json, line 3: unexpected_value identifier text 'train-1-0-0'
 nlvr2: None val dev.json, line 4: unexpected_value label text 'true'
 nlvr2: None val dev.json, line 5: invalid_json_in_row row
+rsrcc: p?0 val val/metadata.csv, line 2: empty_value text
+rsrcc: p?1 val val/metadata.csv, line 3: no_question_in_text text text ' '
+rsrcc: p?2 val val/metadata.csv, line 4: no_question_in_text text text 'Was a house built? Yes'
+rsrcc: p?3 val val/metadata.csv, line 5: no_answer_in_text text
+rsrcc: p?4 val val/metadata.csv, line 6: answer_names_no_option text E
+rsrcc: p?5 val val/metadata.csv, line 7: answer_of_other_kind text text 'Yes'
+rsrcc: p?6 val val/metadata.csv, line 8: answer_of_other_kind text text 'A'
+rsrcc: p?7 val val/metadata.csv, line 9: answer_of_other_kind text text 'I am not sure'
+rsrcc: p?8 val val/metadata.csv, line 10: options_out_of_order text
+rsrcc: p?9 val val/metadata.csv, line 11: options_out_of_order text
+rsrcc: p?10 val val/metadata.csv, line 12: no_question_in_text text
 spot_the_diff: None val annotations/val.json, record 0: unexpected_value sentences text 'gone'
 syned: None validation splits.json, validation[1]: unexpected_value scene text '1'
 syned: validation-5 None {TRAIN}, line 2: scene_without_split split splits.json
@@ -320,6 +359,8 @@ REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
     ("emu_edit", without("data/test-*"), "missing_file", "data/test-*.parquet", {}),
     ("emu_edit", cut(f"data/{EMU}", 3), "unreadable_parquet", f"data/{EMU}", {}),
     ("magicbrush", without(SESSION), "missing_file", SESSION, {}),
+    ("rsrcc", without("val/metadata.csv"), "missing_file", "val/metadata.csv", {}),
+    ("rsrcc", lines("test/metadata.csv", "file_name,text"), "missing_columns", "test/metadata.csv", {}),
     ("spot_the_diff", without("annotations/val.json"), "missing_file", "annotations/val.json", {}),
     (
         "syned",
@@ -349,6 +390,7 @@ CLEAN_PAIRS = {
     "levir_cc": 4,
     "magicbrush": 5,
     "nlvr2": 4,
+    "rsrcc": 4,
     "spot_the_diff": 4,
     "syned": 6,
 }

@@ -19,7 +19,8 @@ from tests.layouts import write_clevr
 USES = ("train", "redistribute", "show")
 ANSWERS = {"minichange": "yes", "pairs": "yes"}  # of the licence to each use
 ANSWERS |= dict.fromkeys(("birds_to_words", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
-ANSWERS |= dict.fromkeys(("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "spot_the_diff"), "unstated")
+UNSTATED = ("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "rsrcc", "spot_the_diff")
+ANSWERS |= dict.fromkeys(UNSTATED, "unstated")
 
 
 def test_the_list_is_complete_and_each_entry_is_its_file_s_and_frozen():
@@ -90,6 +91,7 @@ def test_published_pairs_and_references_of_every_part():
         "levir_cc": ((6_815, 34_075), (1_333, 6_665), (1_929, 9_645)),
         "omnidiff_real": ((7_007, 7_007), (799, 799), (803, 803)),
         "omnidiff_render": ((5_445, 5_445), (777, 777), (767, 767)),
+        "rsrcc": ((6_417, 87_016), (1_260, 17_116), (1_826, 21_999)),
         "spot_the_diff": ((8_566, 17_676), (1_493, 3_310), (1_270, 2_107)),
         "syned": ((3_050, 3_050), (539, 539), (2_022, 10_053)),
     }
@@ -128,7 +130,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 27
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 28
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -138,7 +140,8 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
     assert protocol.ranking_score in PUBLISHED_SCORES
     assert (protocol.source is None) == (protocol.published_pairs is None)
     if protocol.ids == ".*" and not protocol.change_types:
-        assert protocol.published_pairs == (published.test.pairs if published and protocol.source else None)
+        test_records = published and (published.test.questions or published.test.pairs)
+        assert protocol.published_pairs == (test_records if protocol.source else None)
 
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
@@ -185,6 +188,6 @@ def test_protocols_that_split_words_at_spaces():
 def test_the_main_protocol_of_each_dataset():
     main_protocols = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
     expected = dict.fromkeys(DATASETS, "test")
-    expected |= {"omnidiff": "real", "spot_the_diff": "single-change"}
+    expected |= {"omnidiff": "real", "rsrcc": "published", "spot_the_diff": "single-change"}
     expected |= dict.fromkeys(("clevr_change", "levir_cc", "minichange"), "total")
     assert main_protocols == expected
