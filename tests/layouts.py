@@ -394,6 +394,81 @@ def write_rsrcc(root: Path, rows: Mapping[str, Sequence[tuple[str, str]]] = RSRC
     return root
 
 
+CHANGECHAT_QUESTIONS = {
+    "caption": "Please briefly describe the changes in these two images.",
+    "binary": "Please judge whether these two images have changed. Please answer yes or no.",
+    "count": "Please determine how many roads and buildings have changed?",
+    "localisation": "Please indicate the locations where changes have occurred in the buildings and roads, using a 3x3 "
+    "grid (namely, 'top', 'center', and 'bottom' vertically and 'left', 'center', 'right' horizontally).",
+}
+# Answers about a pair with a change, and about a pair without one
+CHANGECHAT_ANSWERS = {
+    "caption": [
+        [f"{n} villas are built along the road." for n in range(5)],
+        [f"{text.capitalize()}." for text in SAME],
+    ],
+    "binary": ["Yes", "No"],
+    "count": ["There are 2 new roads and 10 new buildings.", "There are no new roads and no new buildings."],
+    "localisation": ["roads ['top-left'] buildings ['center-center', 'top-left']", "roads [] buildings []"],
+    "open": [
+        {"Is there a new lane?": "Yes, a lane appears on the left.", "Where are the villas?": "They are at the top."}
+    ]
+    + [{"Has the forest changed?": "No, the forest is as before."}],
+}
+
+
+def changechat_record(split: str, number: int, flag: int | None, *texts: str) -> dict[str, Any]:
+    """Return a record of ChangeChat-105k: questions and answers in turn, with image marks before the first."""
+    messages = []
+    for position, text in enumerate(texts):
+        messages.append({"from": ("human", "gpt")[position % 2], "value": text})
+    messages[0]["value"] = f"<image> <image> {texts[0]}"
+    images = [f"{split}/{side}/{split}_{number:06d}.png" for side in "AB"]
+    record = {"id": 7, "image": images, "conversations": messages}
+    return record if flag is None else record | {"changeflag": flag}
+
+
+def changechat_records(split: str, number: int, flag: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of a pair, by kind. Those about places and the dialogues have no `changeflag`."""
+    answers = {kind: pair_answers[1 - flag] for kind, pair_answers in CHANGECHAT_ANSWERS.items()}
+    records = {}
+    for kind in ("binary", "count", "localisation"):
+        flag_of_row = None if kind == "localisation" else flag
+        records[kind] = [changechat_record(split, number, flag_of_row, CHANGECHAT_QUESTIONS[kind], answers[kind])]
+    records["caption"] = [
+        changechat_record(split, number, flag, CHANGECHAT_QUESTIONS["caption"], text) for text in answers["caption"]
+    ]
+    records["open"] = [changechat_record(split, number, flag, *turn) for turn in answers["open"].items()]
+    turns = [CHANGECHAT_QUESTIONS["binary"], answers["binary"], "How many?", answers["count"], "Describe them."]
+    records["dialogue"] = [changechat_record(split, number, None, *turns, answers["caption"][0])]
+    return records
+
+
+def write_changechat(root: Path) -> Path:
+    """Write ChangeChat-105k: in train and test, a pair with a change and a pair without one."""
+    (root / "annotations").mkdir(parents=True)
+    records: dict[str, list[Any]] = {}
+    for shade, (split, number, flag) in enumerate((("train", 1, 1), ("train", 2, 0), ("test", 4, 1), ("test", 5, 0))):
+        for side_number, side in enumerate("AB"):
+            path = root / f"images/{split}/{side}/{split}_{number:06d}.png"
+            save_picture(path, shade, 40 * shade + 20 * side_number)
+        records_by_kind = changechat_records(split, number, flag)
+        if split == "train":
+            for records_of_kind in records_by_kind.values():
+                records.setdefault("train", []).extend(records_of_kind)
+            continue
+        captions = records_by_kind.pop("caption")
+        images = dict(zip(("image_A", "image_B"), captions[0]["image"], strict=True))
+        texts = [record["conversations"][1]["value"] for record in captions]
+        records.setdefault("test", []).append(images | {"captions": texts, "changeflag": flag})
+        file_ends = {"localisation": "loc", "dialogue": "dialog"}
+        for kind, records_of_kind in records_by_kind.items():
+            records.setdefault(f"test_{file_ends.get(kind, kind)}", []).extend(records_of_kind)
+    for part, rows in records.items():
+        write_json(root / f"annotations/changechat_105k_{part}.json", rows)
+    return root
+
+
 BIRDS = [
     ("11", "22", "train", 'Animal 1 is "bigger"'),
     ("22", "11", "train", "other way"),
@@ -431,6 +506,7 @@ def write_minichange(root: Path) -> Path:
 # Functions that write a small folder of each dataset, by reader
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "birds_to_words": write_bird_folder,
+    "changechat": write_changechat,
     "clevr_change": write_clevr,
     "clevr_dc": write_clevr_dc,
     "emu_edit": write_emu,

@@ -11,6 +11,7 @@ DATASETS: LazyMapping["DatasetSpec"] = LazyMapping(  # the keys are the values o
     "SPEC",
     {
         "birds_to_words": "m3diff.datasets.birds_to_words",
+        "changechat": "m3diff.datasets.changechat",
         "clevr_change": "m3diff.datasets.clevr_change",
         "clevr_dc": "m3diff.datasets.clevr_dc",
         "emu_edit": "m3diff.datasets.emu_edit",

@@ -305,7 +305,8 @@ class Protocol:
     published_pairs: int | None  # number of pairs that papers score; None if no paper scores them
     part: str | None = None  # `part` of the counts in `DatasetSpec.published`; None if the dataset has only one part
     ids: str = ".*"  # regular expression for the names of pairs, without the dataset's name
-    pairs: str = ""  # description of the pairs; empty if `ids` and `change_types` select all pairs
+    pairs: str = ""  # description of the pairs; empty if `ids`, `kinds` and `change_types` select all pairs
+    kinds: tuple[str, ...] = ()  # only records of these kinds are scored; if empty, all records
     change_types: tuple[str, ...] = ()  # only pairs with at least one of these types are scored; if empty, all pairs
     references: Literal["all", "joined"] = "all"  # all references separately, with empty ones, or joined by ". "
     max_words: int | None = None  # number of words after which predictions and references are cut off

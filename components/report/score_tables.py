@@ -117,8 +117,10 @@ def describe_pairs(protocol: Protocol) -> str:
     """Describe in words which pairs a protocol includes."""
     if protocol.change_types:
         return f"pairs whose only change is {' or '.join(protocol.change_types)}"
-    if protocol.pairs or protocol.ids == EVERY_ID:
-        return protocol.pairs or "all pairs"
+    if protocol.pairs:
+        return protocol.pairs
+    if protocol.ids == EVERY_ID:
+        return f"only {' and '.join(protocol.kinds)}" if protocol.kinds else "all pairs"
     return "some pairs, chosen by their names"
 
 

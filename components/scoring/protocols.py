@@ -190,9 +190,11 @@ def shorten_texts(protocol: Protocol, pair: EvalPair) -> EvalPair:
 
 
 def includes_pair(protocol: Protocol, pair: EvalPair) -> bool:
-    """Return True if a protocol includes a pair, based on the pair's name in its dataset and its change types."""
+    """Return True if a protocol includes a pair, based on the pair's name in its dataset, its kind and change types."""
     name = pair.id.removeprefix(f"{pair.dataset}/")
     if re.fullmatch(protocol.ids, name) is None:
+        return False
+    if protocol.kinds and pair.kind not in protocol.kinds:
         return False
     if not protocol.change_types:
         return True

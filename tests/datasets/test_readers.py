@@ -34,6 +34,23 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         ("val", "1_2", "1_2", "images/1.jpg", "images/2.jpg", ["d"]),
         ("test", "1_2", "1_2", "images/1.jpg", "images/2.jpg", ["e"]),
     ],
+    "changechat": [
+        (split, f"{name}{end}", name, f"images/{split}/A/{name}", f"images/{split}/B/{name}", references)
+        for split, name, end, references in (
+            ("train", "train_000001.png", "?binary-0", ["Yes"]),
+            ("train", "train_000001.png", "?count-0", ["There are 2 new roads and 10 new buildings."]),
+            (
+                "train",
+                "train_000001.png",
+                "?localisation-0",
+                ["roads ['top-left'] buildings ['center-center', 'top-left']"],
+            ),
+            ("train", "train_000001.png", "", [f"{n} villas are built along the road." for n in range(5)]),
+            ("train", "train_000001.png", "?open-0", ["Yes, a lane appears on the left."]),
+            ("train", "train_000001.png", "?open-1", ["They are at the top."]),
+            ("train", "train_000001.png", "?dialogue-0", ["0 villas are built along the road."]),
+        )
+    ],
     "clevr_change": [
         ("train", f"000003.png{end}", "000003", f"images/{DEFAULT}", f"{after}_000003.png", references)
         for end, after, references in (
@@ -120,6 +137,7 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
 # Source of the first row. If the row is merged, the source names all of its annotation rows
 SOURCES = {
     "birds_to_words": "birds-to-words-v1.0.tsv, line 2 and birds-to-words-v1.0.tsv, line 5",
+    "changechat": "annotations/changechat_105k_train.json, record 0",
     "clevr_change": f"change_captions.json, {DEFAULT}",
     "clevr_dc": "captions.json, 9",
     "emu_edit": "validation-00000-of-00002-2f1a.parquet, row 0",
@@ -171,6 +189,7 @@ def test_change_types_are_those_of_the_annotations(tmp_path):
         ("spot_the_diff", {"images": "original", "suffix": ".jpg"}, "original/235.jpg", "original/235_2.jpg"),
         ("iedit", {"images": "photos"}, "photos/a.jpg", "photos/b.gif"),
         ("nlvr2", {"images": "p"}, "p/train/38/train-1-0-img0.png", "p/train/38/train-1-0-img1.png"),
+        ("changechat", {"images": "c"}, "c/train/A/train_000001.png", "c/train/B/train_000001.png"),
         ("levir_cc", {"images": "c"}, "c/train/A/train_000001.png", "c/train/B/train_000001.png"),
     ],
 )
@@ -237,8 +256,33 @@ BAD_RSRCC = {
         ("p", layouts.rsrcc_text("", "Yes")),
     ],
 }
+CHATS = "annotations/changechat_105k"
+
+
+def spoil_chats(records: list[Any]) -> None:
+    """Spoil the questions of test_count.json, and add invalid ones."""
+    del records[0]["conversations"][1]
+    records[1]["image"] = records[1]["image"][:1]
+    chat = layouts.changechat_record("test", 4, 1, "How many?", "2")
+    records += [
+        7,
+        {"image": chat["image"]},
+        chat | {"image": ["test/A/test_000004.png", "test/B/test_000005.png"]},
+        chat | {"image": [chat["image"][0]] * 2},
+        chat | {"changeflag": 0},
+        chat | {"changeflag": "1"},
+        chat | {"conversations": ["How many?", "2"]},
+        chat | {"conversations": [{"from": "human", "value": "Is <image> new?"}, {"from": "gpt", "value": "2"}]},
+        chat | {"conversations": [{"from": "tool", "value": "x"}]},
+    ]
+
+
 BROKEN: dict[str, list[Change]] = {
     "birds_to_words": [lambda root: layouts.write_birds(root / BIRDS, BAD_BIRDS)],
+    "changechat": [
+        update(f"{CHATS}_test.json", lambda rows: (rows[1].pop("image_B"), rows[0].update(captions="a road"))),
+        update(f"{CHATS}_test_count.json", spoil_chats),
+    ],
     "clevr_change": [
         update("splits.json", lambda splits: (splits["val"].append("9"), splits["train"].remove(5))),
         update("change_captions.json", lambda captions: (captions.pop(DEFAULT), captions.update({"photo.png": ["x"]}))),
@@ -270,6 +314,19 @@ BROKEN: dict[str, list[Change]] = {
 # One line per fault: reader, name, split, source, code, key, and the value or the file
 FAULTS = f"""
 birds_to_words: None val {BIRDS}, line 2: unexpected_value img2ObservationURL text 'https://www.inaturalist.org/photos/no'
+changechat: None test {CHATS}_test.json, record 0: unexpected_value captions text 'a road'
+changechat: None test {CHATS}_test.json, record 1: missing_value image_B
+changechat: None test {CHATS}_test_count.json, record 0: question_without_answer conversations
+changechat: None test {CHATS}_test_count.json, record 1: unexpected_value image a list ['test/A/test_000005.png']
+changechat: None test {CHATS}_test_count.json, record 2: unexpected_value record a whole number 7
+changechat: None test {CHATS}_test_count.json, record 3: missing_value conversations
+changechat: None test {CHATS}_test_count.json, record 4: unexpected_value image a list ['test/A/test_000004.png'
+changechat: None test {CHATS}_test_count.json, record 5: unexpected_value image a list ['test/A/test_000004.png'
+changechat: None test {CHATS}_test_count.json, record 6: flags_contradict changeflag 0
+changechat: None test {CHATS}_test_count.json, record 7: unexpected_value changeflag text '1'
+changechat: None test {CHATS}_test_count.json, record 8: unexpected_value conversations a list ['How many?', '2']
+changechat: None test {CHATS}_test_count.json, record 9: marks_differ_from_images conversations
+changechat: None test {CHATS}_test_count.json, record 10: unknown_role conversations.0 text 'tool'
 clevr_change: 000003.png train change_captions.json, {DEFAULT}: no_captions_of_scene captions {DEFAULT}
 clevr_change: None val splits.json, val[1]: unexpected_value scene text '9'
 clevr_change: {FIVE} None change_captions.json, {FIVE}: scene_without_split split splits.json
@@ -343,6 +400,8 @@ TYPES = "type_mapping.json"
 WITHOUT_EDITED = shard("test", layouts.emu_row("test", 0, "x", is_edited=False))
 # Reader, what is changed, code of the error, file, and other fields
 REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
+    ("changechat", without(f"{CHATS}_test_open.json"), "missing_file", f"{CHATS}_test_open.json", {}),
+    ("changechat", put(f"{CHATS}_train.json", {}), "other_json", f"{CHATS}_train.json", {"expected": "a list"}),
     ("clevr_change", put(TYPES, {"color": "a.png"}), "unexpected_value", TYPES, {"value": "text 'a.png'"}),
     ("clevr_change", put(TYPES, {"color": [3]}), "unexpected_value", TYPES, {"key": "color", "value": "a list [3]"}),
     ("clevr_change", cut(CAPTIONS, 0), "empty_file", CAPTIONS, {}),
@@ -383,6 +442,7 @@ def test_a_file_that_cannot_be_trusted_is_refused_by_name(tmp_path, reader, chan
 # Pairs of each toy that validate finds good; one of IEdit's is a test pair's, and Syned's images are Emu Edit's
 CLEAN_PAIRS = {
     "birds_to_words": 3,
+    "changechat": 4,
     "clevr_change": 12,
     "clevr_dc": 3,
     "emu_edit": 5,

@@ -18,9 +18,10 @@ from tests.layouts import write_clevr
 
 USES = ("train", "redistribute", "show")
 ANSWERS = {"minichange": "yes", "pairs": "yes"}  # of the licence to each use
-ANSWERS |= dict.fromkeys(("birds_to_words", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
+ANSWERS |= dict.fromkeys(("birds_to_words", "changechat", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
 UNSTATED = ("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "rsrcc", "spot_the_diff")
 ANSWERS |= dict.fromkeys(UNSTATED, "unstated")
+ANSWERS_TO_A_USE = {("changechat", "redistribute"): "unstated"}  # the images are LEVIR-CC's
 
 
 def test_the_list_is_complete_and_each_entry_is_its_file_s_and_frozen():
@@ -50,7 +51,7 @@ def test_every_docstring_gives_page_and_licence_and_every_permission_its_reason(
     assert (spec.licence.url is None) == (spec.licence is UNSTATED_LICENCE or name == "pairs")
     for use in USES:
         permission = getattr(spec.licence, use)
-        assert permission.answer == ANSWERS[name]
+        assert permission.answer == ANSWERS_TO_A_USE.get((name, use), ANSWERS[name])
         assert len(permission.reason) > 10
 
 
@@ -72,7 +73,7 @@ def test_what_a_licence_excludes_is_refused_unless_it_is_asked_for(answer, use, 
 
 def test_every_task_is_one_of_the_questions_file():
     tasks = {name: spec.task for name, spec in DATASETS.items() if spec.task != "difference"}
-    special_tasks = {"birds_to_words": "birds", "nlvr2": "statement", "omnidiff": "detail"}
+    special_tasks = {"birds_to_words": "birds", "changechat": "changechat", "nlvr2": "statement", "omnidiff": "detail"}
     assert tasks == special_tasks | dict.fromkeys(("emu_edit", "iedit", "magicbrush", "syned"), "edit")
     assert {"difference", *tasks.values()} <= yaml.safe_load(Path("profiles/questions.yaml").read_text()).keys()
 
@@ -84,6 +85,7 @@ def test_published_pairs_and_references_of_every_part():
         pairs_and_references[name] = tuple((count.pairs, count.references) for count in counts)
     assert pairs_and_references == {
         "birds_to_words": ((2_685, 12_890), (325, 1_556), (337, 1_604)),
+        "changechat": ((6_815, 87_935), (0, 0), (1_929, 28_746)),
         "clevr_change": ((67_660, None), (3_976, None), (7_970, None)),
         "clevr_dc": ((40_800, None), (2_400, None), (4_800, None)),
         "emu_edit": ((0, 0), (3_589, 3_589), (2_022, 2_022)),
@@ -130,7 +132,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 28
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 35
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -139,7 +141,7 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
     published = DATASETS[dataset].part(protocol.part or dataset)
     assert protocol.ranking_score in PUBLISHED_SCORES
     assert (protocol.source is None) == (protocol.published_pairs is None)
-    if protocol.ids == ".*" and not protocol.change_types:
+    if protocol.ids == ".*" and not protocol.change_types and not protocol.kinds:
         test_records = published and (published.test.questions or published.test.pairs)
         assert protocol.published_pairs == (test_records if protocol.source else None)
 
@@ -169,6 +171,14 @@ def test_protocols_of_subsets_have_the_published_numbers_of_pairs():
     assert types == {(name,) for name in (*CLEVR_CHANGE_TYPES, "change", "none")}
 
 
+def test_protocols_of_kinds_have_the_published_numbers_of_records():
+    sizes = {name: protocol.published_pairs for (_, name), protocol in PROTOCOLS.items() if protocol.kinds}
+    pairs = dict.fromkeys(("caption", "binary", "count", "localisation"), 1_929)
+    assert sizes == pairs | {"change": 964, "no_change": 965, "open": 7_527}
+    rows = dict(sizes) | {"dialogue": 1_929}
+    assert sum(count for name, count in rows.items() if "change" not in name) == 17_172, "rows of the test files"
+
+
 def test_only_multi_change_of_spot_the_diff_joins_and_cuts_references():
     keys = [key for key, protocol in PROTOCOLS.items() if protocol.references != "all" or protocol.max_words]
     assert keys == [("spot_the_diff", "multi-change")]
@@ -188,6 +198,6 @@ def test_protocols_that_split_words_at_spaces():
 def test_the_main_protocol_of_each_dataset():
     main_protocols = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
     expected = dict.fromkeys(DATASETS, "test")
-    expected |= {"omnidiff": "real", "rsrcc": "published", "spot_the_diff": "single-change"}
+    expected |= {"changechat": "caption", "omnidiff": "real", "rsrcc": "published", "spot_the_diff": "single-change"}
     expected |= dict.fromkeys(("clevr_change", "levir_cc", "minichange"), "total")
     assert main_protocols == expected
