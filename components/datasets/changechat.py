@@ -287,26 +287,12 @@ PUBLISHED = Published(
     SplitCount(1_929, 28_746, records=17_172, questions=21_030),
 )
 TEST_PAIRS = PUBLISHED.test.pairs
-CAPTION_SOURCE = "hanlinwu/DeltaVLM: scripts/test_cap.ipynb, without its vocabulary"
-SUBSET_SOURCE = f"{CAPTION_SOURCE}; numbers of pairs as for LEVIR-CC"
+SCRIPTS = "hanlinwu/DeltaVLM: scripts"
+CAPTION_SOURCE = f"{SCRIPTS}/test_cap.ipynb, without its vocabulary"
+SUBSET_SOURCE = f"{CAPTION_SOURCE}; LEVIR-CC's numbers of pairs"
+OPEN_SOURCE = f"{SCRIPTS}/test_open_questions.ipynb, without its vocabulary"
 UNLICENSED_IMAGES = "the images are LEVIR-CC's, whose page states no licence"
 WITH_CREDIT = Permission("conditions", f"annotations: credit the authors; {UNLICENSED_IMAGES}")
-
-
-def _protocol_of_questions(kind: Kind, records: str, script: str, published_pairs: int = TEST_PAIRS) -> Protocol:
-    """Return the protocol of a kind of questions.
-
-    Args:
-        records: description of the questions.
-        script: file of the authors that scores them.
-    """
-    return Protocol(
-        kind,
-        published_pairs=published_pairs,
-        kinds=(kind,),
-        pairs=records,
-        source=f"hanlinwu/DeltaVLM: scripts/{script}",
-    )
 
 
 SPEC = DatasetSpec(
@@ -325,12 +311,61 @@ SPEC = DatasetSpec(
     task="changechat",
     published=(PUBLISHED,),
     protocols=(
-        Protocol("caption", published_pairs=TEST_PAIRS, kinds=("caption",), pairs="captions", source=CAPTION_SOURCE),
-        Protocol("change", published_pairs=964, kinds=("caption",), change_types=(CHANGE,), source=SUBSET_SOURCE),
-        Protocol("no_change", published_pairs=965, kinds=("caption",), change_types=(NO_CHANGE,), source=SUBSET_SOURCE),
-        _protocol_of_questions("binary", "questions whether the pair has changed", "test-cls.ipynb"),
-        _protocol_of_questions("count", "questions for numbers of roads and buildings", "test-count.ipynb"),
-        _protocol_of_questions("localisation", "questions for changed cells of a 3x3 grid", "test-loc.ipynb"),
-        _protocol_of_questions("open", "open questions", "test_open_questions.ipynb", published_pairs=7_527),
+        Protocol(
+            "caption",
+            published_pairs=TEST_PAIRS,
+            kinds=("caption",),
+            pairs="captions",
+            tokenizer="lowercase",
+            source=CAPTION_SOURCE,
+        ),
+        Protocol(
+            "change",
+            published_pairs=964,
+            kinds=("caption",),
+            change_types=(CHANGE,),
+            tokenizer="lowercase",
+            source=SUBSET_SOURCE,
+        ),
+        Protocol(
+            "no_change",
+            published_pairs=965,
+            kinds=("caption",),
+            change_types=(NO_CHANGE,),
+            tokenizer="lowercase",
+            source=SUBSET_SOURCE,
+        ),
+        Protocol(
+            "binary",
+            published_pairs=TEST_PAIRS,
+            kinds=("binary",),
+            pairs="questions whether anything changed",
+            metrics=("binary_change",),
+            source=f"{SCRIPTS}/test-cls.ipynb",
+        ),
+        Protocol(
+            "count",
+            published_pairs=TEST_PAIRS,
+            kinds=("count",),
+            pairs="questions for numbers of roads and buildings",
+            metrics=("object_counts",),
+            source=f"{SCRIPTS}/test-count.ipynb",
+        ),
+        Protocol(
+            "localisation",
+            published_pairs=TEST_PAIRS,
+            kinds=("localisation",),
+            pairs="questions for changed cells of a grid",
+            metrics=("grid_cells",),
+            source=f"{SCRIPTS}/test-loc.ipynb",
+        ),
+        Protocol(
+            "open",
+            published_pairs=7_527,
+            kinds=("open",),
+            pairs="open questions",
+            tokenizer="lowercase",
+            source=OPEN_SOURCE,
+        ),
     ),
 )

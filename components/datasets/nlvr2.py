@@ -93,5 +93,5 @@ SPEC = DatasetSpec(
     files=FILES,
     recognise=recognise,
     task="statement",
-    protocols=(Protocol("test", published_pairs=None),),
+    protocols=(Protocol("test", published_pairs=None, metrics=("consistency",)),),
 )

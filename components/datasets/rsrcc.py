@@ -243,6 +243,7 @@ SPEC = DatasetSpec(
         Protocol(
             "published",
             published_pairs=21_999,
+            metrics=("first_answer",),
             source="Roie-k/RSRCC: gemma_evaluation.py, gemini_evaluation.py",
         ),
     ),

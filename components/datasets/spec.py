@@ -138,6 +138,29 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
     yield from row_of_pair.values()
 
 
+def tested_rows(row: Row) -> list[Row]:
+    """Return the rows with a prediction of their own: each turn of a dialogue in the test split, and any other row."""
+    is_tested_dialogue = bool(row.history) and row.split == "test" and row.fault is None
+    return rows_of_turns(row) if is_tested_dialogue else [row]
+
+
+def rows_of_turns(row: Row) -> list[Row]:
+    """Return one row per turn of a dialogue, with the true turns before it."""
+    turns = [*row.history, (row.question, row.references)]
+    rows = []
+    for number, (question, answers) in enumerate(turns):
+        turn = replace(
+            row,
+            name=f"{row.name}@{number}" if isinstance(row.name, str) else row.name,
+            image_set=row.name if row.image_set is None else row.image_set,
+            history=row.history[:number],
+            question=question,
+            references=answers if isinstance(answers, list) else [answers],
+        )
+        rows.append(turn)
+    return rows
+
+
 def unpack_images(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
     """Write embedded images to files in `folder`, and yield the rows with their paths. Existing files are kept."""
     for row in rows:
@@ -297,8 +320,8 @@ class Published:
 class Protocol:
     """The pairs and references with which papers score a dataset. The first protocol is the main one.
 
-    Every protocol has the same metrics. `evaluate` computes those in `evaluate.metrics`, and `m3diff score` those that
-    its inputs allow.
+    Every protocol has the metrics in `evaluate.metrics`, or for `m3diff score`, those that its inputs allow. A protocol
+    can have further metrics of its own.
     """
 
     name: str
@@ -310,7 +333,9 @@ class Protocol:
     change_types: tuple[str, ...] = ()  # only pairs with at least one of these types are scored; if empty, all pairs
     references: Literal["all", "joined"] = "all"  # all references separately, with empty ones, or joined by ". "
     max_words: int | None = None  # number of words after which predictions and references are cut off
-    tokenizer: Literal["ptb", "whitespace"] = "ptb"
+    # ptb: in lower case and without punctuation. whitespace: as written. lowercase: in lower case, without full stops
+    tokenizer: Literal["ptb", "whitespace", "lowercase"] = "ptb"
+    metrics: tuple[str, ...] = ()  # names of further metrics in `components/scoring/metrics` with `protocol_only`
     ranking_score: str = "CIDEr"  # score by which tables of published results are sorted
     source: str | None = None  # paper or program that defines the protocol; None if this project defines it
 

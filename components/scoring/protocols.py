@@ -155,6 +155,14 @@ def select_protocols(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]
     return protocols
 
 
+def list_protocol_metrics(protocols: Iterable[Protocol]) -> list[str]:
+    """Return the names of the metrics that the protocols have besides those that are chosen for every protocol."""
+    names: dict[str, None] = {}  # a dict keeps the order
+    for protocol in protocols:
+        names |= dict.fromkeys(protocol.metrics)
+    return list(names)
+
+
 def select_main_protocols(protocols: Sequence[ProtocolPairs]) -> list[ProtocolPairs]:
     """Return the first protocol of each dataset, which is the one that papers report."""
     protocol_by_dataset: dict[str, ProtocolPairs] = {}

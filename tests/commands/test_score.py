@@ -514,14 +514,15 @@ def test_a_protocol_of_some_pairs_notes_the_captions_that_it_leaves_out(clevr, t
 def test_a_new_metric_is_computed_if_captions_are_all_that_it_needs(fields, is_computed, monkeypatch):
     metric = Metric(lambda pairs, groups, inputs: MetricScores({}, {}), "new", ("new",), **fields)
     monkeypatch.setitem(METRICS.data, "new", metric)
-    computed_names = list(find_computable_metrics(References({}), spice_dir=None))
+    computed_names = list(find_computable_metrics(References({}), None, Protocol("test", None)))
     assert computed_names == ["answers", "CIDEr", "METEOR", "ROUGE-L", "BLEU", *(["new"] if is_computed else [])]
 
 
-def test_a_grammar_and_the_folder_of_spice_add_the_metrics_that_need_them():
+def test_a_grammar_the_folder_of_spice_and_the_protocol_add_the_metrics_that_need_them():
     references = References({}, grammar=Grammar(GRAMMAR))
-    computed_names = list(find_computable_metrics(references, spice_dir=Path("spice")))
-    assert computed_names == ["answers", "CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy"]
+    protocol = Protocol("test", None, metrics=("grid_cells",))
+    computed_names = list(find_computable_metrics(references, Path("spice"), protocol))
+    assert computed_names == ["answers", "grid_cells", "CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy"]
 
 
 def test_groups_that_have_pairs_have_scores(clevr, tmp_path):
