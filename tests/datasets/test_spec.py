@@ -132,7 +132,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 35
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 37
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -148,7 +148,7 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
     datasets_with_source = {dataset for (dataset, _), protocol in PROTOCOLS.items() if protocol.source}
-    assert set(DATASETS) - datasets_with_source == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
+    assert set(DATASETS) - datasets_with_source == {"emu_edit", "magicbrush", "minichange", "pairs"}
 
 
 def test_the_ids_of_clevr_change_select_pairs_with_and_without_a_change(tmp_path):
@@ -166,13 +166,18 @@ def test_protocols_of_subsets_have_the_published_numbers_of_pairs():
         if protocol.published_pairs and (protocol.change_types or protocol.ids != ".*"):
             subset_sizes[name] = protocol.published_pairs
     sizes_by_type = dict.fromkeys(CLEVR_CHANGE_TYPES, 797)
-    assert subset_sizes == sizes_by_type | {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
+    subset_sizes_of_names = {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
+    subset_sizes_of_names |= {"test1_questions": 6_967, "test2_questions": 6_970}
+    assert subset_sizes == sizes_by_type | subset_sizes_of_names
     types = {protocol.change_types for protocol in PROTOCOLS.values() if protocol.change_types}
     assert types == {(name,) for name in (*CLEVR_CHANGE_TYPES, "change", "none")}
 
 
-def test_protocols_of_kinds_have_the_published_numbers_of_records():
-    sizes = {name: protocol.published_pairs for (_, name), protocol in PROTOCOLS.items() if protocol.kinds}
+def test_protocols_of_changechat_have_the_numbers_of_records_of_their_kinds():
+    sizes = {}
+    for (dataset, name), protocol in PROTOCOLS.items():
+        if protocol.kinds and dataset == "changechat":
+            sizes[name] = protocol.published_pairs
     pairs = dict.fromkeys(("caption", "binary", "count", "localisation"), 1_929)
     assert sizes == pairs | {"change": 964, "no_change": 965, "open": 7_527}
     rows = dict(sizes) | {"dialogue": 1_929}
