@@ -37,7 +37,7 @@ class Row:
         question: question that the references answer. None: they answer the question of the dataset's task, what
             changed.
         history: questions and answers before the question.
-        kind: kind of the question, such as "count". None if it is unknown.
+        kind: kind of the question, such as "count", or "caption" for a caption beside questions. None if it is unknown.
         source: file and row or key, with the file's path relative to the root.
         fault: why the row is unusable. None if the reader found no fault.
         raw_rows: number of annotation rows that were merged into this row.

@@ -46,8 +46,15 @@ def compute(metric: Any, pairs: list[EvalPair], **groups: list[str]) -> Any:
 
 
 def test_protocols_name_metrics_that_only_protocols_have():
-    named = {name for spec in DATASETS.values() for name in list_protocol_metrics(spec.protocols)}
-    assert named == {name for name, metric in METRICS.items() if metric.protocol_only}
+    metric_names = {name for spec in DATASETS.values() for name in list_protocol_metrics(spec.protocols)}
+    assert metric_names == {name for name, metric in METRICS.items() if metric.protocol_only}
+
+
+def test_the_page_of_scores_names_each_protocol_with_metrics_of_its_own():
+    page = (REPOSITORY / "docs/extending.md").read_text()
+    for dataset, spec in DATASETS.items():
+        for protocol in spec.protocols:
+            assert (f"`{dataset}/{protocol.name}`" in page) == bool(protocol.metrics), protocol.name
 
 
 def test_evaluate_depends_on_the_metrics_of_the_protocols_of_its_datasets():
@@ -436,5 +443,5 @@ def test_score_takes_one_kind_of_changechat_and_notes_the_other_predictions(tmp_
     assert report.pairs == 2
     assert report.scores["binary_accuracy"] == 1 / 2
     assert "roads_mae" not in report.scores
-    others = len(CHAT_PREDICTIONS) - 2
-    assert any(note.startswith(f"{others} captions of pairs outside the protocol 'binary'") for note in report.notes)
+    count = len(CHAT_PREDICTIONS) - 2
+    assert any(note.startswith(f"{count} captions of pairs outside the protocol 'binary'") for note in report.notes)
