@@ -348,6 +348,127 @@ def write_nlvr(root: Path) -> Path:
     return root
 
 
+def rsrcc_text(question: str, answer: str, *options: str, line_break: str = r"\n") -> str:
+    """Return a value of the column `text` of RSRCC, whose line breaks are two characters."""
+    parts = [f"**Question:** {question}"]
+    if options:
+        lettered_options = zip("ABCDEFGH", options, strict=False)
+        parts.append(line_break.join(f"**{letter})** {option}" for letter, option in lettered_options))
+    parts.append(f"**Answer:** {answer}")
+    return (2 * line_break).join(parts)
+
+
+ROAD_OPTIONS = ("It was paved.", "It was dug up.", "A tree fell on it.", "Nothing.")
+RSRCC_ROWS = {
+    "train": [
+        ("1a_2b", rsrcc_text("Was a house built in the north?", "Yes")),
+        ("1a_2b", rsrcc_text("What happened to the road?", "C", *ROAD_OPTIONS)),
+    ],
+    "val": [("3c_4d", rsrcc_text("Is the pool gone?", "No"))],
+    "test": [
+        ("5e_6f", rsrcc_text("Was a tree planted?", "Yes")),
+        ("7a_8b", rsrcc_text("Was a car park built?", "No")),
+        ("5e_6f", rsrcc_text("Was a tree planted?", "Yes")),
+    ],
+}
+
+
+def write_rsrcc(root: Path, rows: Mapping[str, Sequence[tuple[str, str]]] = RSRCC_ROWS) -> Path:
+    """Write RSRCC: two questions about a pair, and a row that occurs twice.
+
+    Args:
+        rows: the pair and the text of each row, by split.
+    """
+    pairs: dict[str, int] = {}
+    for split, rows_of_split in rows.items():
+        (root / split).mkdir(parents=True, exist_ok=True)
+        with (root / split / "metadata.csv").open("w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["before_file_name", "after_file_name", "text"])
+            for pair, text in rows_of_split:
+                names = [f"images/0000/{pair}_{side}.png" for side in ("before", "after")]
+                number = pairs.setdefault(pair, len(pairs))
+                for side, name in enumerate(names):
+                    save_picture(root / split / name, number, 40 * number + 20 * side)
+                table.writerow([*names, text])
+    return root
+
+
+CHANGECHAT_QUESTIONS = {
+    "caption": "Please briefly describe the changes in these two images.",
+    "binary": "Please judge whether these two images have changed. Please answer yes or no.",
+    "count": "Please determine how many roads and buildings have changed?",
+    "localisation": "Please indicate the locations where changes have occurred in the buildings and roads, using a 3x3 "
+    "grid (namely, 'top', 'center', and 'bottom' vertically and 'left', 'center', 'right' horizontally).",
+}
+# Answers about a pair with a change, and about a pair without one
+CHANGECHAT_ANSWERS = {
+    "caption": [
+        [f"{n} villas are built along the road." for n in range(5)],
+        [f"{text.capitalize()}." for text in SAME],
+    ],
+    "binary": ["Yes", "No"],
+    "count": ["There are 2 new roads and 10 new buildings.", "There are no new roads and no new buildings."],
+    "localisation": ["roads ['top-left'] buildings ['center-center', 'top-left']", "roads [] buildings []"],
+    "open": [
+        {"Is there a new lane?": "Yes, a lane appears on the left.", "Where are the villas?": "They are at the top."}
+    ]
+    + [{"Has the forest changed?": "No, the forest is as before."}],
+}
+
+
+def changechat_record(split: str, number: int, flag: int | None, *texts: str) -> dict[str, Any]:
+    """Return a record of ChangeChat-105k: questions and answers in turn, with image marks before the first."""
+    messages = []
+    for position, text in enumerate(texts):
+        messages.append({"from": ("human", "gpt")[position % 2], "value": text})
+    messages[0]["value"] = f"<image> <image> {texts[0]}"
+    images = [f"{split}/{side}/{split}_{number:06d}.png" for side in "AB"]
+    record = {"id": 7, "image": images, "conversations": messages}
+    return record if flag is None else record | {"changeflag": flag}
+
+
+def changechat_records(split: str, number: int, flag: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of a pair, by kind. Those about places and the dialogues have no `changeflag`."""
+    answers = {kind: pair_answers[1 - flag] for kind, pair_answers in CHANGECHAT_ANSWERS.items()}
+    records = {}
+    for kind in ("binary", "count", "localisation"):
+        flag_of_row = None if kind == "localisation" else flag
+        records[kind] = [changechat_record(split, number, flag_of_row, CHANGECHAT_QUESTIONS[kind], answers[kind])]
+    records["caption"] = [
+        changechat_record(split, number, flag, CHANGECHAT_QUESTIONS["caption"], text) for text in answers["caption"]
+    ]
+    records["open"] = [changechat_record(split, number, flag, *turn) for turn in answers["open"].items()]
+    turns = [CHANGECHAT_QUESTIONS["binary"], answers["binary"], "How many?", answers["count"], "Describe them."]
+    records["dialogue"] = [changechat_record(split, number, None, *turns, answers["caption"][0])]
+    return records
+
+
+def write_changechat(root: Path) -> Path:
+    """Write ChangeChat-105k: in train and test, a pair with a change and a pair without one."""
+    (root / "annotations").mkdir(parents=True)
+    records: dict[str, list[Any]] = {}
+    for shade, (split, number, flag) in enumerate((("train", 1, 1), ("train", 2, 0), ("test", 4, 1), ("test", 5, 0))):
+        for side_number, side in enumerate("AB"):
+            path = root / f"images/{split}/{side}/{split}_{number:06d}.png"
+            save_picture(path, shade, 40 * shade + 20 * side_number)
+        records_by_kind = changechat_records(split, number, flag)
+        if split == "train":
+            for records_of_kind in records_by_kind.values():
+                records.setdefault("train", []).extend(records_of_kind)
+            continue
+        captions = records_by_kind.pop("caption")
+        images = dict(zip(("image_A", "image_B"), captions[0]["image"], strict=True))
+        texts = [record["conversations"][1]["value"] for record in captions]
+        records.setdefault("test", []).append(images | {"captions": texts, "changeflag": flag})
+        file_ends = {"localisation": "loc", "dialogue": "dialog"}
+        for kind, records_of_kind in records_by_kind.items():
+            records.setdefault(f"test_{file_ends.get(kind, kind)}", []).extend(records_of_kind)
+    for part, rows in records.items():
+        write_json(root / f"annotations/changechat_105k_{part}.json", rows)
+    return root
+
+
 BIRDS = [
     ("11", "22", "train", 'Animal 1 is "bigger"'),
     ("22", "11", "train", "other way"),
@@ -385,6 +506,7 @@ def write_minichange(root: Path) -> Path:
 # Functions that write a small folder of each dataset, by reader
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "birds_to_words": write_bird_folder,
+    "changechat": write_changechat,
     "clevr_change": write_clevr,
     "clevr_dc": write_clevr_dc,
     "emu_edit": write_emu,
@@ -395,6 +517,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "nlvr2": write_nlvr,
     "omnidiff": lambda root: write_manifest(root, "annotations.json"),
     "pairs": lambda root: write_manifest(root, "pairs.csv"),
+    "rsrcc": write_rsrcc,
     "spot_the_diff": write_spot,
     "syned": write_syned,
 }

@@ -234,6 +234,20 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
             ("promote.guards.no_change_recall", "uncomputed_guard", {"reason": NO_GRAMMAR}),
         ],
     ),
+    "a gate by scores that only another protocol of the dataset has": (
+        {
+            "ingest.datasets": {"chats": {"reader": "changechat", "root": "data/01_raw/chats"}},
+            "synthesize": {},
+            "evaluate.metrics": ["CIDEr", "grid_cells"],
+            "promote.protocol": "chats/binary",
+            "promote.metric": "buildings_f1",
+            "promote.guards": {"binary_recall": 0.1, "buildings_mae": 0.1},
+        },
+        [
+            ("promote.metric", "uncomputed_metric", {"value": "buildings_f1"}),
+            ("promote.guards.buildings_mae", "uncomputed_guard", {"value": "buildings_mae"}),
+        ],
+    ),
     "the batches of an alignment": (
         {"train.model": "onediff", "models.onediff.align": ALIGN},
         [

@@ -11,6 +11,7 @@ DATASETS: LazyMapping["DatasetSpec"] = LazyMapping(  # the keys are the values o
     "SPEC",
     {
         "birds_to_words": "m3diff.datasets.birds_to_words",
+        "changechat": "m3diff.datasets.changechat",
         "clevr_change": "m3diff.datasets.clevr_change",
         "clevr_dc": "m3diff.datasets.clevr_dc",
         "emu_edit": "m3diff.datasets.emu_edit",
@@ -22,6 +23,7 @@ DATASETS: LazyMapping["DatasetSpec"] = LazyMapping(  # the keys are the values o
         "nlvr2": "m3diff.datasets.nlvr2",
         "omnidiff": "m3diff.datasets.omnidiff",
         "pairs": "m3diff.datasets.pairs",
+        "rsrcc": "m3diff.datasets.rsrcc",
         "spot_the_diff": "m3diff.datasets.spot_the_diff",
         "syned": "m3diff.datasets.syned",
     },

@@ -37,7 +37,7 @@ class Row:
         question: question that the references answer. None: they answer the question of the dataset's task, what
             changed.
         history: questions and answers before the question.
-        kind: kind of the question, such as "count". None if it is unknown.
+        kind: kind of the question, such as "count", or "caption" for a caption beside questions. None if it is unknown.
         source: file and row or key, with the file's path relative to the root.
         fault: why the row is unusable. None if the reader found no fault.
         raw_rows: number of annotation rows that were merged into this row.
@@ -136,6 +136,29 @@ def merge_rows(rows: Iterable[Row], shared_source: str = "", across_splits: bool
                 raw_rows=merged.raw_rows + row.raw_rows,
             )
     yield from row_of_pair.values()
+
+
+def tested_rows(row: Row) -> list[Row]:
+    """Return the rows with a prediction of their own: each turn of a dialogue in the test split, and any other row."""
+    is_tested_dialogue = bool(row.history) and row.split == "test" and row.fault is None
+    return rows_of_turns(row) if is_tested_dialogue else [row]
+
+
+def rows_of_turns(row: Row) -> list[Row]:
+    """Return one row per turn of a dialogue, with the true turns before it."""
+    turns = [*row.history, (row.question, row.references)]
+    rows = []
+    for number, (question, answers) in enumerate(turns):
+        turn = replace(
+            row,
+            name=f"{row.name}@{number}" if isinstance(row.name, str) else row.name,
+            image_set=row.name if row.image_set is None else row.image_set,
+            history=row.history[:number],
+            question=question,
+            references=answers if isinstance(answers, list) else [answers],
+        )
+        rows.append(turn)
+    return rows
 
 
 def unpack_images(rows: Iterable[Row], folder: Path) -> Iterator[Row]:
@@ -274,6 +297,8 @@ class SplitCount:
     wordless: int = 0  # number of pairs whose references are all empty
     records: int | None = None  # number of records in the annotation file, if several records describe one pair
     image_pairs: int | None = None  # number of distinct image pairs, if several pairs have the same images
+    # Number of questions, if pairs have several. The captions of a pair, and a turn of a test dialogue, count as one
+    questions: int | None = None
 
 
 @dataclass(frozen=True)
@@ -295,19 +320,22 @@ class Published:
 class Protocol:
     """The pairs and references with which papers score a dataset. The first protocol is the main one.
 
-    Every protocol has the same metrics. `evaluate` computes those in `evaluate.metrics`, and `m3diff score` those that
-    its inputs allow.
+    Every protocol has the metrics in `evaluate.metrics`, or for `m3diff score`, those that its inputs allow. A protocol
+    can have further metrics of its own.
     """
 
     name: str
     published_pairs: int | None  # number of pairs that papers score; None if no paper scores them
     part: str | None = None  # `part` of the counts in `DatasetSpec.published`; None if the dataset has only one part
     ids: str = ".*"  # regular expression for the names of pairs, without the dataset's name
-    pairs: str = ""  # description of the pairs; empty if `ids` and `change_types` select all pairs
+    pairs: str = ""  # description of the pairs; empty if `ids`, `kinds` and `change_types` select all pairs
+    kinds: tuple[str, ...] = ()  # only records of these kinds are scored; if empty, all records
     change_types: tuple[str, ...] = ()  # only pairs with at least one of these types are scored; if empty, all pairs
     references: Literal["all", "joined"] = "all"  # all references separately, with empty ones, or joined by ". "
     max_words: int | None = None  # number of words after which predictions and references are cut off
-    tokenizer: Literal["ptb", "whitespace"] = "ptb"
+    # ptb: in lower case and without punctuation. whitespace: as written. lowercase: in lower case, without full stops
+    tokenizer: Literal["ptb", "whitespace", "lowercase"] = "ptb"
+    metrics: tuple[str, ...] = ()  # names of further metrics in `components/scoring/metrics` with `protocol_only`
     ranking_score: str = "CIDEr"  # score by which tables of published results are sorted
     source: str | None = None  # paper or program that defines the protocol; None if this project defines it
 

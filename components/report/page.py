@@ -34,7 +34,7 @@ from m3diff.report.templates import load_templates
 from m3diff.report.verdict import judge_learning_by_scores
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import ParsedCaption, change_type_order
-from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, Metric, PairValue
+from m3diff.scoring.metrics import BY_CHARACTERS, HEADLINE_SCORES, METRICS, Metric, PairValue
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import MIN_TEXT_WORDS, ProtocolPairs, select_main_protocols
 from m3diff.scoring.published import find_published_rows
@@ -129,11 +129,12 @@ def page_values(content: PageContent, images: Path, embedded_mb: int) -> dict[st
         headline_table=headline_table(content.report, [protocol.name for protocol in main_protocols]),
         datasets=list(dict.fromkeys(protocol.dataset for protocol in content.protocols)),
         first_scores=scores[first_protocol.name],
-        columns=columns.main_scores,
+        columns=[name for name in columns.main_scores if name in scores[first_protocol.name].scores],
         questions=questions,
-        captions=content.report.rows_out - questions,
+        captions=count_captions(content.protocols),
         answers=[part for part in parts if part["answers"]],
         percentage_titles=percentage_titles(),
+        change_scores=change_scores(),
         overview=overview_table(scores, columns.main_scores, descriptions, content.notes),
         parts=parts,
         retention=describe_retention(content.report.retention, content.retention, content.retention_of_base, rights),
@@ -163,6 +164,14 @@ def count_questions(protocols: Iterable[ProtocolPairs]) -> int:
     return len(ids)
 
 
+def count_captions(protocols: Iterable[ProtocolPairs]) -> int:
+    """Return the number of captioned pairs, which may be in several protocols."""
+    ids: set[str] = set()
+    for protocol in protocols:
+        ids |= {pair.id for pair in protocol.pairs if pair.question is None}
+    return len(ids)
+
+
 def percentage_titles() -> dict[str, str]:
     """Return the scores that are shown as percentages at the top of the page, with their titles."""
     titles = {}
@@ -170,6 +179,11 @@ def percentage_titles() -> dict[str, str]:
         if headline_score.tile_title is not None:
             titles[score] = headline_score.tile_title
     return titles
+
+
+def change_scores() -> list[str]:
+    """Return the scores that are shown at the top of the page if the dataset has a grammar."""
+    return [score for score in percentage_titles() if METRICS[HEADLINE_SCORES[score].metric].needs_grammar]
 
 
 def grammar_captions(content: PageContent, protocol: ProtocolPairs) -> list[ParsedCaption]:
@@ -239,7 +253,10 @@ def choose_columns(metrics: Mapping[str, Metric], protocols: Mapping[str, Protoc
 
 
 def describe_protocols(content: PageContent, columns: TableColumns) -> list[dict[str, Any]]:
-    """Return the page's section for each protocol. Only the first protocol of each dataset has a complete section."""
+    """Return the page's section for each protocol. Only the first protocol of each dataset has a complete section.
+
+    The table of groups has no column for a score that only other protocols have.
+    """
     main_protocol_names = {protocol.name for protocol in select_main_protocols(content.protocols)}
     parts = []
     for protocol in content.protocols:
@@ -262,7 +279,9 @@ def describe_protocols(content: PageContent, columns: TableColumns) -> list[dict
                 "several": scores.groups.get("multi_change") if is_main_protocol else None,
                 "types": type_table(protocol.name, scores, types, columns.main_scores) if types else None,
                 "answers": answer_table(protocol.name, scores),
-                "groups": group_table(protocol.name, scores, columns.scores),
+                "groups": group_table(
+                    protocol.name, scores, [name for name in columns.scores if name in scores.scores]
+                ),
                 "absent": scores.absent,
             }
         )

@@ -30,6 +30,11 @@ ANSWER_SCORES = {
     "number": "number_accuracy",
     "choice": "choice_accuracy",
 }
+TOKENIZERS_IN_WORDS = {
+    "ptb": "by the PTB tokenizer",
+    "whitespace": "only at white space",
+    "lowercase": "at white space, in lower case and without full stops",
+}
 MARK_NOTES = {
     PARTIAL_MARK: f"{PARTIAL_MARK} Fewer pairs than in papers, so these scores cannot be compared with published ones.",
     UNIFORM_MARK: f"{UNIFORM_MARK} All pairs without a change have the same few references. CIDEr weighs rare words, "
@@ -117,8 +122,10 @@ def describe_pairs(protocol: Protocol) -> str:
     """Describe in words which pairs a protocol includes."""
     if protocol.change_types:
         return f"pairs whose only change is {' or '.join(protocol.change_types)}"
-    if protocol.pairs or protocol.ids == EVERY_ID:
-        return protocol.pairs or "all pairs"
+    if protocol.pairs:
+        return protocol.pairs
+    if protocol.ids == EVERY_ID:
+        return f"only {' and '.join(protocol.kinds)}" if protocol.kinds else "all pairs"
     return "some pairs, chosen by their names"
 
 
@@ -136,8 +143,7 @@ def describe_rules(protocol: Protocol, counts_characters: bool) -> str:
         sentences.append(f"All texts are truncated after {protocol.max_words} words.")
     if counts_characters:
         sentences.append("In scripts without spaces between words, each character counts as a word.")
-    tokenizer_in_words = "by the PTB tokenizer" if protocol.tokenizer == "ptb" else "only at white space"
-    sentences.append(f"Texts are split into words {tokenizer_in_words}.")
+    sentences.append(f"Texts are split into words {TOKENIZERS_IN_WORDS[protocol.tokenizer]}.")
     return " ".join(sentences)
 
 

@@ -155,6 +155,14 @@ def select_protocols(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]
     return protocols
 
 
+def list_protocol_metrics(protocols: Iterable[Protocol]) -> list[str]:
+    """Return the names of the metrics that the protocols have besides those that are chosen for every protocol."""
+    names: dict[str, None] = {}  # a dict keeps the order
+    for protocol in protocols:
+        names |= dict.fromkeys(protocol.metrics)
+    return list(names)
+
+
 def select_main_protocols(protocols: Sequence[ProtocolPairs]) -> list[ProtocolPairs]:
     """Return the first protocol of each dataset, which is the one that papers report."""
     protocol_by_dataset: dict[str, ProtocolPairs] = {}
@@ -190,9 +198,11 @@ def shorten_texts(protocol: Protocol, pair: EvalPair) -> EvalPair:
 
 
 def includes_pair(protocol: Protocol, pair: EvalPair) -> bool:
-    """Return True if a protocol includes a pair, based on the pair's name in its dataset and its change types."""
+    """Return True if a protocol includes a pair, based on the pair's name in its dataset, its kind and change types."""
     name = pair.id.removeprefix(f"{pair.dataset}/")
     if re.fullmatch(protocol.ids, name) is None:
+        return False
+    if protocol.kinds and pair.kind not in protocol.kinds:
         return False
     if not protocol.change_types:
         return True

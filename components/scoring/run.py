@@ -79,7 +79,7 @@ def compute_metrics(
     programs: dict[str, Program] = {}
     with ExitStack() as running:
         for name, metric in metrics.items():
-            if metric.program and select_scored_pairs(metric, protocols):
+            if metric.program and select_scored_pairs(name, metric, protocols):
                 programs[name] = metric.program(spice_dir, limit_s)
                 running.callback(programs[name].close)
         tokens = tokenise_protocols(protocols, limit_s) if needs_java(metrics) else {}
@@ -92,7 +92,7 @@ def compute_metrics(
                 if name in failures:
                     raise failures[name]
                 answers = programs[name].answers() if name in programs else {}
-                for protocol in select_scored_pairs(metric, protocols):
+                for protocol in select_scored_pairs(name, metric, protocols):
                     protocol_tokens = tokens.get(protocol.name, Tokens({}, {}, None))
                     inputs = MetricInputs(protocol_tokens, answers, parsed, judge)
                     computed_name, computed_metric = variant_for_protocol(name, metric, protocol)
@@ -132,7 +132,7 @@ def start_programs(
     """
     failures = {}
     for name, program in programs.items():
-        scored = select_scored_pairs(metrics[name], protocols)
+        scored = select_scored_pairs(name, metrics[name], protocols)
         items = distinct_items(tokens[protocol.name] for protocol in scored if protocol.name in tokens)
         try:
             program.start(items)
@@ -141,13 +141,23 @@ def start_programs(
     return failures
 
 
-def select_scored_pairs(metric: Metric, protocols: Iterable[ProtocolPairs]) -> list[ProtocolPairs]:
+def has_metric(protocol: ProtocolPairs, name: str, metric: Metric) -> bool:
+    """Return whether a protocol has a metric. Protocols name the metrics that only they have."""
+    return not metric.protocol_only or name in protocol.rules.metrics
+
+
+def select_scored_pairs(name: str, metric: Metric, protocols: Iterable[ProtocolPairs]) -> list[ProtocolPairs]:
     """Return the protocols that a metric can score, each with the pairs that the metric scores.
 
     Metrics for English cannot score captions split into characters.
+
+    Args:
+        name: name of the metric in METRICS.
     """
     scored = []
     for protocol in protocols:
+        if not has_metric(protocol, name, metric):
+            continue
         selection = protocol.select(metric.records)
         is_unreadable = protocol.counts_characters and metric.reads == "English"
         if selection.pairs and not is_unreadable:
@@ -172,14 +182,16 @@ def list_metrics_of_protocols(metrics: Mapping[str, Metric], protocols: Iterable
     """Return the metrics that metrics.json lists for at least one of the protocols.
 
     Metrics of answers are listed if a record has a question of its own. Metrics on characters are listed if a protocol
-    counts characters.
+    counts characters. Metrics that only some protocols have are listed if one of these names them.
     """
     needs_characters = False
-    has_questions = False
+    listed_names: set[str] = set()
     for protocol in protocols:
         needs_characters |= protocol.counts_characters
-        has_questions |= protocol.has_questions
-    listed = {name: metric for name, metric in metrics.items() if has_questions or metric.records != "questions"}
+        for name, metric in metrics.items():
+            if has_metric(protocol, name, metric) and (protocol.has_questions or metric.records != "questions"):
+                listed_names.add(name)
+    listed = {name: metric for name, metric in metrics.items() if name in listed_names}
     return add_character_variants(listed) if needs_characters else listed
 
 
@@ -254,13 +266,23 @@ def tokenise_texts(texts: Iterable[str], rules: TokenRules, limit_s: int) -> Map
     Raises:
         ScorerFailed: the PTB tokenizer failed.
     """
-    tokenise_words: Tokenizer = partial(tokenise, limit_s=limit_s) if rules.tokenizer == "ptb" else split_at_spaces
+    tokenizers: dict[str, Tokenizer] = {
+        "ptb": partial(tokenise, limit_s=limit_s),
+        "whitespace": split_at_spaces,
+        "lowercase": split_lowercase_words,
+    }
+    tokenise_words = tokenizers[rules.tokenizer]
     return tokenise_characters(texts, tokenise_words) if rules.by_characters else tokenise_words(texts)
 
 
 def split_at_spaces(texts: Iterable[str]) -> dict[str, str]:
     """Return the words of each text, joined by single spaces."""
     return {text: sanitise(text) for text in texts}
+
+
+def split_lowercase_words(texts: Iterable[str]) -> dict[str, str]:
+    """Return the words of each text in lower case and without full stops, joined by single spaces."""
+    return {text: sanitise(text.lower().replace(".", " ")) for text in texts}
 
 
 def look_up_tokens(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:

@@ -318,10 +318,12 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
     """Check that the gate uses a protocol of the run, and that the run computes the scores that the gate compares."""
     gate = params.promote
     spec_by_protocol = {}
+    own_metrics = {}
     task_datasets = {name: entry for name, entry in params.ingest.datasets.items() if entry.role == "task"}
     for name, entry in task_datasets.items():
         for protocol in list_protocols(name, DATASETS[entry.reader]):
             spec_by_protocol[f"{name}/{protocol.name}"] = DATASETS[entry.reader]
+            own_metrics[f"{name}/{protocol.name}"] = protocol.metrics
     gate_dataset = params.ingest.datasets.get(gate.protocol.partition("/")[0])
     if gate_dataset is not None and gate_dataset.role == "retention":
         yield Fault("settings.gate_on_retention", key="promote.protocol", value=gate.protocol)
@@ -330,7 +332,8 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
         hint = fields_of_name(gate.protocol, spec_by_protocol)
         yield Fault("settings.unknown_protocol", key="promote.protocol", **hint)
         return
-    metrics = params.evaluate.metrics
+    shared_metrics = [name for name in params.evaluate.metrics if not METRICS[name].protocol_only]
+    metrics = (*shared_metrics, *own_metrics[gate.protocol])
     reason = Fault("settings.metrics_decide")
     if spec_by_protocol[gate.protocol].grammar is None:
         metrics = tuple(name for name in metrics if not METRICS[name].needs_grammar)

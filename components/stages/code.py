@@ -11,6 +11,7 @@ from m3diff.models import FAMILIES
 from m3diff.provenance.code import DIGEST_FOLDER, PACKAGE_FOLDER, digest_code
 from m3diff.records.files import write_atomic
 from m3diff.scoring.metrics import METRICS, choose_metrics
+from m3diff.scoring.protocols import list_protocol_metrics, list_protocols
 from m3diff.settings.tree import Params
 
 
@@ -36,7 +37,13 @@ def modules_by_stage(params: Params) -> dict[str, list[str]]:
     readers = {name: DATASETS.modules[entry.reader] for name, entry in params.ingest.datasets.items()}
     all_readers = sorted(set(readers.values()))
     family = FAMILIES.modules[params.models[params.train.model].family]
-    metrics = [METRICS.modules[name] for name in choose_metrics(params.evaluate.metrics)]
+    protocols = [
+        protocol
+        for name, entry in params.ingest.datasets.items()
+        for protocol in list_protocols(name, DATASETS[entry.reader])
+    ]
+    metric_names = choose_metrics([*params.evaluate.metrics, *list_protocol_metrics(protocols)])
+    metrics = [METRICS.modules[name] for name in metric_names]
     modules: dict[str, list[str]] = {"pretrain": []}
     for name in params.synthesize:
         modules[f"synthesize@{name}"] = [readers[name]]

@@ -17,7 +17,7 @@ from m3diff.commands.score.matching import MatchedPairs, find_caption_faults, fi
 from m3diff.commands.score.predictions import read_predictions
 from m3diff.commands.score.references import References, find_references, make_bare_pair
 from m3diff.commands.score.report import ScoreReport
-from m3diff.commands.score.task import ScoringTask, find_task
+from m3diff.commands.score.task import ScoringTask, find_counts, find_task
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published, SplitCount
 from m3diff.records.errors import DataError, Fault, ParamsError
@@ -514,14 +514,15 @@ def test_a_protocol_of_some_pairs_notes_the_captions_that_it_leaves_out(clevr, t
 def test_a_new_metric_is_computed_if_captions_are_all_that_it_needs(fields, is_computed, monkeypatch):
     metric = Metric(lambda pairs, groups, inputs: MetricScores({}, {}), "new", ("new",), **fields)
     monkeypatch.setitem(METRICS.data, "new", metric)
-    computed_names = list(find_computable_metrics(References({}), spice_dir=None))
+    computed_names = list(find_computable_metrics(References({}), None, Protocol("test", None)))
     assert computed_names == ["answers", "CIDEr", "METEOR", "ROUGE-L", "BLEU", *(["new"] if is_computed else [])]
 
 
-def test_a_grammar_and_the_folder_of_spice_add_the_metrics_that_need_them():
+def test_a_grammar_the_folder_of_spice_and_the_protocol_add_the_metrics_that_need_them():
     references = References({}, grammar=Grammar(GRAMMAR))
-    computed_names = list(find_computable_metrics(references, spice_dir=Path("spice")))
-    assert computed_names == ["answers", "CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy"]
+    protocol = Protocol("test", None, metrics=("grid_cells",))
+    computed_names = list(find_computable_metrics(references, Path("spice"), protocol))
+    assert computed_names == ["answers", "grid_cells", "CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy"]
 
 
 def test_groups_that_have_pairs_have_scores(clevr, tmp_path):
@@ -1061,3 +1062,18 @@ def test_the_records_of_ingest_give_the_scores_of_answers_without_a_benchmark(fo
     assert report.dataset == "toy"
     assert report.scores["number_accuracy"] == 1 / 2
     assert report.by_group["by_kind/count"]["number_accuracy"] == 1 / 2
+
+
+@pytest.mark.parametrize(
+    ("published_pairs", "counts"),
+    [
+        (30, SplitCount(30, 30, questions=30, image_pairs=4)),
+        (4, SplitCount(4)),
+        (7, SplitCount(7)),
+        (None, None),
+    ],
+    ids=["all questions", "as many as pairs", "some questions", "unknown"],
+)
+def test_counts_of_a_protocol_of_questions_are_those_of_the_questions(published_pairs, counts):
+    test_counts = SplitCount(4, 30, questions=30)
+    assert find_counts(Protocol("test", published_pairs), test_counts) == counts

@@ -34,6 +34,23 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
         ("val", "1_2", "1_2", "images/1.jpg", "images/2.jpg", ["d"]),
         ("test", "1_2", "1_2", "images/1.jpg", "images/2.jpg", ["e"]),
     ],
+    "changechat": [
+        (split, f"{name}{end}", name, f"images/{split}/A/{name}", f"images/{split}/B/{name}", references)
+        for split, name, end, references in (
+            ("train", "train_000001.png", "?binary-0", ["Yes"]),
+            ("train", "train_000001.png", "?count-0", ["There are 2 new roads and 10 new buildings."]),
+            (
+                "train",
+                "train_000001.png",
+                "?localisation-0",
+                ["roads ['top-left'] buildings ['center-center', 'top-left']"],
+            ),
+            ("train", "train_000001.png", "", [f"{n} villas are built along the road." for n in range(5)]),
+            ("train", "train_000001.png", "?open-0", ["Yes, a lane appears on the left."]),
+            ("train", "train_000001.png", "?open-1", ["They are at the top."]),
+            ("train", "train_000001.png", "?dialogue-0", ["0 villas are built along the road."]),
+        )
+    ],
     "clevr_change": [
         ("train", f"000003.png{end}", "000003", f"images/{DEFAULT}", f"{after}_000003.png", references)
         for end, after, references in (
@@ -85,6 +102,17 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
             ("test", "test1-7-0", "test1-7", "test1", ["x"]),
         )
     ],
+    "rsrcc": [
+        (split, f"{pair}?{number}", pair, f"{start}_before.png", f"{start}_after.png", [text])
+        for split, pair, number, text, start in (
+            ("train", "1a_2b", 0, "Yes", "train/images/0000/1a_2b"),
+            ("train", "1a_2b", 1, "C", "train/images/0000/1a_2b"),
+            ("val", "3c_4d", 0, "No", "val/images/0000/3c_4d"),
+            ("test", "5e_6f", 0, "Yes", "test/images/0000/5e_6f"),
+            ("test", "7a_8b", 0, "No", "test/images/0000/7a_8b"),
+            ("test", "5e_6f", 1, "Yes", "test/images/0000/5e_6f"),
+        )
+    ],
     "spot_the_diff": [
         (split, name, name, f"resized_images/{name}", f"resized_images/{name[:-4]}_2.png", references)
         for split, name, references in (
@@ -109,6 +137,7 @@ ROWS: dict[str, list[tuple[str, str, str, str, str, list[str]]]] = {  # split, n
 # Source of the first row. If the row is merged, the source names all of its annotation rows
 SOURCES = {
     "birds_to_words": "birds-to-words-v1.0.tsv, line 2 and birds-to-words-v1.0.tsv, line 5",
+    "changechat": "annotations/changechat_105k_train.json, record 0",
     "clevr_change": f"change_captions.json, {DEFAULT}",
     "clevr_dc": "captions.json, 9",
     "emu_edit": "validation-00000-of-00002-2f1a.parquet, row 0",
@@ -116,6 +145,7 @@ SOURCES = {
     "levir_cc": "LevirCCcaptions.json, image 0",
     "magicbrush": "train-00000-of-00002-2f1a.parquet, row 0",
     "nlvr2": "train.json, line 1",
+    "rsrcc": "train/metadata.csv, line 2",
     "spot_the_diff": "annotations/train.json, record 0 and 2 and 3",
     "syned": "instructions_with_idx_train_split.txt, line 1",
 }
@@ -159,6 +189,7 @@ def test_change_types_are_those_of_the_annotations(tmp_path):
         ("spot_the_diff", {"images": "original", "suffix": ".jpg"}, "original/235.jpg", "original/235_2.jpg"),
         ("iedit", {"images": "photos"}, "photos/a.jpg", "photos/b.gif"),
         ("nlvr2", {"images": "p"}, "p/train/38/train-1-0-img0.png", "p/train/38/train-1-0-img1.png"),
+        ("changechat", {"images": "c"}, "c/train/A/train_000001.png", "c/train/B/train_000001.png"),
         ("levir_cc", {"images": "c"}, "c/train/A/train_000001.png", "c/train/B/train_000001.png"),
     ],
 )
@@ -210,8 +241,48 @@ DEV = [("dev-1-0-0", "x", True), ("dev-1-0", "x", "True"), ("train-1-0-0", "x", 
 BIRDS = "birds-to-words-v1.0.tsv"
 SESSION = "test/edit_sessions.json"
 BAD_BIRDS = [("1", "no", "val", "a"), ("3/", "4", "val", "d")]
+BAD_RSRCC = {
+    "val": [
+        ("p", ""),
+        ("p", " "),
+        ("p", "Was a house built? Yes"),
+        ("p", layouts.rsrcc_text("Was a house built?", " ")),
+        ("p", layouts.rsrcc_text("What was built?", "E", *layouts.ROAD_OPTIONS)),
+        ("p", layouts.rsrcc_text("What was built?", "Yes", *layouts.ROAD_OPTIONS)),
+        ("p", layouts.rsrcc_text("Was a house built?", "A")),
+        ("p", layouts.rsrcc_text("Was a house built?", "I am not sure")),
+        ("p", layouts.rsrcc_text("What was built?", "A", "A house.", "")),
+        ("p", layouts.rsrcc_text("What was built?", "A", "A house.", "A road.").replace("B)", "C)")),
+        ("p", layouts.rsrcc_text("", "Yes")),
+    ],
+}
+CHATS = "annotations/changechat_105k"
+
+
+def spoil_chats(records: list[Any]) -> None:
+    """Spoil the questions of test_count.json, and add invalid ones."""
+    del records[0]["conversations"][1]
+    records[1]["image"] = records[1]["image"][:1]
+    chat = layouts.changechat_record("test", 4, 1, "How many?", "2")
+    records += [
+        7,
+        {"image": chat["image"]},
+        chat | {"image": ["test/A/test_000004.png", "test/B/test_000005.png"]},
+        chat | {"image": [chat["image"][0]] * 2},
+        chat | {"changeflag": 0},
+        chat | {"changeflag": "1"},
+        chat | {"conversations": ["How many?", "2"]},
+        chat | {"conversations": [{"from": "human", "value": "Is <image> new?"}, {"from": "gpt", "value": "2"}]},
+        chat | {"conversations": [{"from": "tool", "value": "x"}]},
+    ]
+
+
 BROKEN: dict[str, list[Change]] = {
     "birds_to_words": [lambda root: layouts.write_birds(root / BIRDS, BAD_BIRDS)],
+    "changechat": [
+        update(f"{CHATS}_test.json", lambda rows: (rows[1].pop("image_B"), rows[0].update(captions="a road"))),
+        update(f"{CHATS}_test_count.json", spoil_chats),
+    ],
     "clevr_change": [
         update("splits.json", lambda splits: (splits["val"].append("9"), splits["train"].remove(5))),
         update("change_captions.json", lambda captions: (captions.pop(DEFAULT), captions.update({"photo.png": ["x"]}))),
@@ -231,6 +302,7 @@ BROKEN: dict[str, list[Change]] = {
         lines("data/dev.json", *(json.dumps(layouts.nlvr_line(*line)) for line in DEV), "{"),
         put("data/train.json", {**layouts.nlvr_line("train-5-0-0", "x", "True"), "directory": "38"}),
     ],
+    "rsrcc": [lambda root: layouts.write_rsrcc(root, BAD_RSRCC)],
     "spot_the_diff": [update("annotations/val.json", lambda rows: rows[0].update(sentences="gone"))],
     "syned": [
         lines(TRAIN, "0 <INSTRUCT> a", "5 <INSTRUCT> b", "x <INSTRUCT> c", "10 d"),
@@ -242,6 +314,19 @@ BROKEN: dict[str, list[Change]] = {
 # One line per fault: reader, name, split, source, code, key, and the value or the file
 FAULTS = f"""
 birds_to_words: None val {BIRDS}, line 2: unexpected_value img2ObservationURL text 'https://www.inaturalist.org/photos/no'
+changechat: None test {CHATS}_test.json, record 0: unexpected_value captions text 'a road'
+changechat: None test {CHATS}_test.json, record 1: missing_value image_B
+changechat: None test {CHATS}_test_count.json, record 0: question_without_answer conversations
+changechat: None test {CHATS}_test_count.json, record 1: unexpected_value image a list ['test/A/test_000005.png']
+changechat: None test {CHATS}_test_count.json, record 2: unexpected_value record a whole number 7
+changechat: None test {CHATS}_test_count.json, record 3: missing_value conversations
+changechat: None test {CHATS}_test_count.json, record 4: unexpected_value image a list ['test/A/test_000004.png'
+changechat: None test {CHATS}_test_count.json, record 5: unexpected_value image a list ['test/A/test_000004.png'
+changechat: None test {CHATS}_test_count.json, record 6: flags_contradict changeflag 0
+changechat: None test {CHATS}_test_count.json, record 7: unexpected_value changeflag text '1'
+changechat: None test {CHATS}_test_count.json, record 8: unexpected_value conversations a list ['How many?', '2']
+changechat: None test {CHATS}_test_count.json, record 9: marks_differ_from_images conversations
+changechat: None test {CHATS}_test_count.json, record 10: unknown_role conversations.0 text 'tool'
 clevr_change: 000003.png train change_captions.json, {DEFAULT}: no_captions_of_scene captions {DEFAULT}
 clevr_change: None val splits.json, val[1]: unexpected_value scene text '9'
 clevr_change: {FIVE} None change_captions.json, {FIVE}: scene_without_split split splits.json
@@ -268,6 +353,17 @@ nlvr2: None val dev.json, line 2: unexpected_value identifier text 'dev-1-0'
 nlvr2: None val dev.json, line 3: unexpected_value identifier text 'train-1-0-0'
 nlvr2: None val dev.json, line 4: unexpected_value label text 'true'
 nlvr2: None val dev.json, line 5: invalid_json_in_row row
+rsrcc: p?0 val val/metadata.csv, line 2: empty_value text
+rsrcc: p?1 val val/metadata.csv, line 3: no_question_in_text text text ' '
+rsrcc: p?2 val val/metadata.csv, line 4: no_question_in_text text text 'Was a house built? Yes'
+rsrcc: p?3 val val/metadata.csv, line 5: no_answer_in_text text
+rsrcc: p?4 val val/metadata.csv, line 6: answer_names_no_option text E
+rsrcc: p?5 val val/metadata.csv, line 7: answer_of_other_kind text text 'Yes'
+rsrcc: p?6 val val/metadata.csv, line 8: answer_of_other_kind text text 'A'
+rsrcc: p?7 val val/metadata.csv, line 9: answer_of_other_kind text text 'I am not sure'
+rsrcc: p?8 val val/metadata.csv, line 10: options_out_of_order text
+rsrcc: p?9 val val/metadata.csv, line 11: options_out_of_order text
+rsrcc: p?10 val val/metadata.csv, line 12: no_question_in_text text
 spot_the_diff: None val annotations/val.json, record 0: unexpected_value sentences text 'gone'
 syned: None validation splits.json, validation[1]: unexpected_value scene text '1'
 syned: validation-5 None {TRAIN}, line 2: scene_without_split split splits.json
@@ -304,6 +400,8 @@ TYPES = "type_mapping.json"
 WITHOUT_EDITED = shard("test", layouts.emu_row("test", 0, "x", is_edited=False))
 # Reader, what is changed, code of the error, file, and other fields
 REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
+    ("changechat", without(f"{CHATS}_test_open.json"), "missing_file", f"{CHATS}_test_open.json", {}),
+    ("changechat", put(f"{CHATS}_train.json", {}), "other_json", f"{CHATS}_train.json", {"expected": "a list"}),
     ("clevr_change", put(TYPES, {"color": "a.png"}), "unexpected_value", TYPES, {"value": "text 'a.png'"}),
     ("clevr_change", put(TYPES, {"color": [3]}), "unexpected_value", TYPES, {"key": "color", "value": "a list [3]"}),
     ("clevr_change", cut(CAPTIONS, 0), "empty_file", CAPTIONS, {}),
@@ -320,6 +418,8 @@ REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
     ("emu_edit", without("data/test-*"), "missing_file", "data/test-*.parquet", {}),
     ("emu_edit", cut(f"data/{EMU}", 3), "unreadable_parquet", f"data/{EMU}", {}),
     ("magicbrush", without(SESSION), "missing_file", SESSION, {}),
+    ("rsrcc", without("val/metadata.csv"), "missing_file", "val/metadata.csv", {}),
+    ("rsrcc", lines("test/metadata.csv", "file_name,text"), "missing_columns", "test/metadata.csv", {}),
     ("spot_the_diff", without("annotations/val.json"), "missing_file", "annotations/val.json", {}),
     (
         "syned",
@@ -342,6 +442,7 @@ def test_a_file_that_cannot_be_trusted_is_refused_by_name(tmp_path, reader, chan
 # Pairs of each toy that validate finds good; one of IEdit's is a test pair's, and Syned's images are Emu Edit's
 CLEAN_PAIRS = {
     "birds_to_words": 3,
+    "changechat": 4,
     "clevr_change": 12,
     "clevr_dc": 3,
     "emu_edit": 5,
@@ -349,6 +450,7 @@ CLEAN_PAIRS = {
     "levir_cc": 4,
     "magicbrush": 5,
     "nlvr2": 4,
+    "rsrcc": 4,
     "spot_the_diff": 4,
     "syned": 6,
 }

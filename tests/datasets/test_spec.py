@@ -18,8 +18,10 @@ from tests.layouts import write_clevr
 
 USES = ("train", "redistribute", "show")
 ANSWERS = {"minichange": "yes", "minichange_images": "yes", "pairs": "yes"}  # of the licence to each use
-ANSWERS |= dict.fromkeys(("birds_to_words", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
-ANSWERS |= dict.fromkeys(("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "spot_the_diff"), "unstated")
+ANSWERS |= dict.fromkeys(("birds_to_words", "changechat", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
+UNSTATED = ("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "rsrcc", "spot_the_diff")
+ANSWERS |= dict.fromkeys(UNSTATED, "unstated")
+ANSWERS_TO_A_USE = {("changechat", "redistribute"): "unstated"}  # the images are LEVIR-CC's
 
 
 def test_the_list_is_complete_and_each_entry_is_its_file_s_and_frozen():
@@ -49,7 +51,7 @@ def test_every_docstring_gives_page_and_licence_and_every_permission_its_reason(
     assert (spec.licence.url is None) == (spec.licence is UNSTATED_LICENCE or name == "pairs")
     for use in USES:
         permission = getattr(spec.licence, use)
-        assert permission.answer == ANSWERS[name]
+        assert permission.answer == ANSWERS_TO_A_USE.get((name, use), ANSWERS[name])
         assert len(permission.reason) > 10
 
 
@@ -71,7 +73,7 @@ def test_what_a_licence_excludes_is_refused_unless_it_is_asked_for(answer, use, 
 
 def test_every_task_is_one_of_the_questions_file():
     tasks = {name: spec.task for name, spec in DATASETS.items() if spec.task != "difference"}
-    special_tasks = {"birds_to_words": "birds", "nlvr2": "statement", "omnidiff": "detail"}
+    special_tasks = {"birds_to_words": "birds", "changechat": "changechat", "nlvr2": "statement", "omnidiff": "detail"}
     assert tasks == special_tasks | dict.fromkeys(("emu_edit", "iedit", "magicbrush", "syned"), "edit")
     assert {"difference", *tasks.values()} <= yaml.safe_load(Path("profiles/questions.yaml").read_text()).keys()
 
@@ -83,6 +85,7 @@ def test_published_pairs_and_references_of_every_part():
         pairs_and_references[name] = tuple((count.pairs, count.references) for count in counts)
     assert pairs_and_references == {
         "birds_to_words": ((2_685, 12_890), (325, 1_556), (337, 1_604)),
+        "changechat": ((6_815, 87_935), (0, 0), (1_929, 28_746)),
         "clevr_change": ((67_660, None), (3_976, None), (7_970, None)),
         "clevr_dc": ((40_800, None), (2_400, None), (4_800, None)),
         "emu_edit": ((0, 0), (3_589, 3_589), (2_022, 2_022)),
@@ -90,6 +93,7 @@ def test_published_pairs_and_references_of_every_part():
         "levir_cc": ((6_815, 34_075), (1_333, 6_665), (1_929, 9_645)),
         "omnidiff_real": ((7_007, 7_007), (799, 799), (803, 803)),
         "omnidiff_render": ((5_445, 5_445), (777, 777), (767, 767)),
+        "rsrcc": ((6_417, 87_016), (1_260, 17_116), (1_826, 21_999)),
         "spot_the_diff": ((8_566, 17_676), (1_493, 3_310), (1_270, 2_107)),
         "syned": ((3_050, 3_050), (539, 539), (2_022, 10_053)),
     }
@@ -128,7 +132,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 28
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 38
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -137,20 +141,15 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
     published = DATASETS[dataset].part(protocol.part or dataset)
     assert protocol.ranking_score in PUBLISHED_SCORES
     assert (protocol.source is None) == (protocol.published_pairs is None)
-    if protocol.ids == ".*" and not protocol.change_types:
-        assert protocol.published_pairs == (published.test.pairs if published and protocol.source else None)
+    if protocol.ids == ".*" and not protocol.change_types and not protocol.kinds:
+        test_records = published and (published.test.questions or published.test.pairs)
+        assert protocol.published_pairs == (test_records if protocol.source else None)
 
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
     datasets_with_source = {dataset for (dataset, _), protocol in PROTOCOLS.items() if protocol.source}
-    assert set(DATASETS) - datasets_with_source == {
-        "emu_edit",
-        "magicbrush",
-        "minichange",
-        "minichange_images",
-        "nlvr2",
-        "pairs",
-    }
+    names = {"emu_edit", "magicbrush", "minichange", "minichange_images", "pairs"}
+    assert set(DATASETS) - datasets_with_source == names
 
 
 def test_the_ids_of_clevr_change_select_pairs_with_and_without_a_change(tmp_path):
@@ -168,9 +167,22 @@ def test_protocols_of_subsets_have_the_published_numbers_of_pairs():
         if protocol.published_pairs and (protocol.change_types or protocol.ids != ".*"):
             subset_sizes[name] = protocol.published_pairs
     sizes_by_type = dict.fromkeys(CLEVR_CHANGE_TYPES, 797)
-    assert subset_sizes == sizes_by_type | {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
+    subset_sizes_of_names = {"semantic": 3_985, "distractor": 3_985, "change": 964, "no_change": 965}
+    subset_sizes_of_names |= {"test1_questions": 6_967, "test2_questions": 6_970}
+    assert subset_sizes == sizes_by_type | subset_sizes_of_names
     types = {protocol.change_types for protocol in PROTOCOLS.values() if protocol.change_types}
     assert types == {(name,) for name in (*CLEVR_CHANGE_TYPES, "change", "none")}
+
+
+def test_protocols_of_changechat_have_the_numbers_of_records_of_their_kinds():
+    sizes = {}
+    for (dataset, name), protocol in PROTOCOLS.items():
+        if protocol.kinds and dataset == "changechat":
+            sizes[name] = protocol.published_pairs
+    pairs = dict.fromkeys(("caption", "binary", "count", "localisation"), 1_929)
+    assert sizes == pairs | {"change": 964, "no_change": 965, "open": 7_527}
+    rows = dict(sizes) | {"dialogue": 1_929}
+    assert sum(count for name, count in rows.items() if "change" not in name) == 17_172, "rows of the test files"
 
 
 def test_only_multi_change_of_spot_the_diff_joins_and_cuts_references():
@@ -192,6 +204,6 @@ def test_protocols_that_split_words_at_spaces():
 def test_the_main_protocol_of_each_dataset():
     main_protocols = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
     expected = dict.fromkeys(DATASETS, "test")
-    expected |= {"omnidiff": "real", "spot_the_diff": "single-change"}
+    expected |= {"changechat": "caption", "omnidiff": "real", "rsrcc": "published", "spot_the_diff": "single-change"}
     expected |= dict.fromkeys(("clevr_change", "levir_cc", "minichange"), "total")
     assert main_protocols == expected

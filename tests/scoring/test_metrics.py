@@ -365,6 +365,10 @@ def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
     changes = ["change_type_accuracy", "change_place_accuracy", "change_exact_accuracy", "no_change_recall"]
     changes += ["multi_change_place_f1", "multi_change_exact_f1", "reversal"]
     answers = ["exact_match", "yes_no_accuracy", "number_accuracy", "choice_accuracy"]
+    answers += ["first_answer_accuracy", "first_choice_accuracy", "first_yes_no_accuracy"]
+    answers += ["binary_accuracy", "binary_precision", "binary_recall", "binary_f1"]
+    cell_scores = ("precision", "recall", "f1", "jaccard", "exact")
+    answers += [f"{name}_{score}" for name in ("roads", "buildings") for score in cell_scores]
     assert gate_scores() == [*answers, *captions, *changes, "judge"]
 
 
@@ -378,7 +382,7 @@ def test_metrics_are_chosen_in_the_order_of_the_list_beside_that_of_answers():
 
 
 def test_an_unknown_metric_is_refused():
-    with pytest.raises(AssertionError, match=r"unknown metrics \['BLUE'\]; known: answers, CIDEr, METEOR"):
+    with pytest.raises(AssertionError, match=r"unknown metrics \['BLUE'\]; known: answers, first_answer"):
         choose_metrics(["BLUE"])
 
 
@@ -386,8 +390,10 @@ def test_some_metrics_have_a_program_need_another_input_or_need_no_java():
     assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
     extra_inputs = {name: metric.extra_input for name, metric in METRICS.items() if metric.extra_input}
     assert extra_inputs == {"SPICE": "spice_dir", "judge": "judge", "pixel_threshold": "images"}
-    without_java = ["answers", "change_accuracy", "judge", "pixel_threshold"]
+    of_protocols = ["first_answer", "binary_change", "object_counts", "grid_cells", "consistency"]
+    without_java = ["answers", *of_protocols, "change_accuracy", "judge", "pixel_threshold"]
     assert [name for name, metric in METRICS.items() if not metric.java] == without_java
+    assert [name for name, metric in METRICS.items() if metric.protocol_only] == of_protocols
 
 
 # Intervals against what statistics says they are: coverage, width, pairing, and scores that some resamples lack

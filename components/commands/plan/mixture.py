@@ -76,7 +76,7 @@ def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int 
         published = DATASETS[entry.reader].part(name)
         if published is None:
             return None
-        test_pairs += published.test.pairs
+        test_pairs += published.test.questions or published.test.pairs
     return test_pairs
 
 

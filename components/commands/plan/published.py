@@ -77,12 +77,14 @@ def _published_dataset(name: str, spec: DatasetSpec, train_on: Sequence[str], co
     mean_references = sum(references) / sum(pairs)
 
     source = convert.sources.get(name, MixtureSource())
-    max_references = convert.most_references(source) or mean_references
+    questions_per_pair = sum(count.questions or count.pairs for count in counts.values()) / sum(pairs)
+    references_per_question = convert.most_references(source)
+    max_references = mean_references if not references_per_question else references_per_question * questions_per_pair
     max_pairs = math.inf if source.max_pairs is None else source.max_pairs
     # A weight below 1 samples pairs before the cap is applied. A weight above 1 repeats pairs after the cap is applied
     used_pairs = min(sum(pairs) * min(1.0, source.weight), max_pairs) * max(1.0, source.weight)
     has_sample_per_reference = source.samples == "each"
-    samples_per_pair = min(mean_references, max_references) if has_sample_per_reference else 1
+    samples_per_pair = min(mean_references, max_references) if has_sample_per_reference else questions_per_pair
     used_references = round(used_pairs * samples_per_pair)
     if not used_references:
         return PublishedDataset(shares=(), tokens=0.0)

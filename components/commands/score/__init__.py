@@ -14,6 +14,7 @@ from m3diff.commands.score.matching import MatchedPairs, find_pairs
 from m3diff.commands.score.references import References, find_references
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_task, require_references
+from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import draw_ahead, intervals, intervals_by_kind
 from m3diff.scoring.grammar import parse_predictions
@@ -88,7 +89,7 @@ def score_pairs(
         # the texts are already joined and truncated; if not, `find_pairs` has reported a fault
         rules = replace(rules, references="all", max_words=None)
     protocol_pairs = ProtocolPairs(task.dataset, task.protocol, apply_protocol(rules, matched.pairs))
-    metrics = find_computable_metrics(references, spice_dir)
+    metrics = find_computable_metrics(references, spice_dir, task.protocol)
     parsed = {}
     if references.grammar is not None:
         parsed = parse_predictions({task.dataset: references.grammar}, protocol_pairs.pairs)
@@ -138,17 +139,19 @@ def sort_published(task: ScoringTask) -> list[PublishedRow]:
     return sorted(task.published, key=lambda row: -(row.scores.get(task.protocol.ranking_score) or 0.0))
 
 
-def find_computable_metrics(references: References, spice_dir: Path | None) -> dict[str, Metric]:
+def find_computable_metrics(references: References, spice_dir: Path | None, protocol: Protocol) -> dict[str, Metric]:
     """Return every metric of METRICS whose inputs are available. There are never images or a judge.
 
     Args:
         references: the references. If they have a grammar, metrics that need one are included.
         spice_dir: folder with SPICE's jars. None to leave SPICE out.
+        protocol: the protocol, which may have metrics of its own.
     """
     computable_metrics = {}
     for name, metric in METRICS.items():
         has_grammar = references.grammar is not None or not metric.needs_grammar
         has_extra_input = metric.extra_input is None or (metric.extra_input == "spice_dir" and spice_dir is not None)
-        if has_grammar and has_extra_input:
+        is_of_protocol = not metric.protocol_only or name in protocol.metrics
+        if has_grammar and has_extra_input and is_of_protocol:
             computable_metrics[name] = metric
     return computable_metrics

@@ -54,7 +54,7 @@ def find_pairs(path: Path, task: ScoringTask, references: References, allow_faul
         for name, pair in protocol_pairs.items()
         if name in caption_by_name
     ]
-    faults: list[Fault] = []
+    faults = [*references.faults]
     if references.are_as_scored:
         faults += [fault.at(key="references") for fault in find_reference_faults(protocol_pairs, task)]
     faults += predictions.faults

@@ -13,6 +13,7 @@ from m3diff.commands.score.predictions import ID_FIELDS, describe_columns, find_
 from m3diff.commands.score.task import ScoringTask, find_record_table
 from m3diff.datasets.files import Embedded, columns_in, describe, look_up, parse_captions, pick, read_json
 from m3diff.datasets.filters import SplitNames, split_of_cell
+from m3diff.datasets.spec import tested_rows
 from m3diff.datasets.split_column import SplitChoice, choose_split_column
 from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, images_of, names_of, read_rows, read_sample
 from m3diff.records.errors import DataError, Fault, data_error_if_unreadable
@@ -42,6 +43,7 @@ class References:
     aliases: name assigned to a pair by `m3diff caption` -> name of the pair.
     names_in_other_splits: names and ids of the pairs in other splits of a table. Their captions are left out.
     notes: notes on how the file was read.
+    faults: faults of rows that cannot be read. These rows are not among the pairs.
     """
 
     pairs: dict[str, EvalPair]
@@ -50,6 +52,7 @@ class References:
     aliases: Mapping[str, str] = field(default_factory=dict)
     names_in_other_splits: Collection[str] = ()
     notes: Sequence[str] = ()
+    faults: Sequence[Fault] = ()
 
 
 def find_references(task: ScoringTask, references: Path | None, data: Path | None) -> References:
@@ -85,22 +88,28 @@ def find_references(task: ScoringTask, references: Path | None, data: Path | Non
 
 
 def read_dataset_references(folder: Path, task: ScoringTask) -> References:
-    """Read the test pairs from a dataset's folder.
+    """Read the test pairs from a dataset's folder, with their questions. Each turn of a dialogue is a pair.
 
     Raises:
-        DataError: a test pair cannot be read.
+        DataError: a file cannot be read, or a reference is not text.
     """
     assert task.spec is not None
     pairs = {}
+    faults = []
     for row in task.spec.read(folder):
-        if row.split == "test":
-            where = f"{folder}: {row.source}"
-            if row.fault or not isinstance(row.references, list):
-                cause = row.fault or Fault("score.references_no_list", value=describe(row.references))
-                raise DataError("score.dataset_row_unusable", path=where, cause=cause)
-            captions = [read_text(where, {"caption": text}, ("caption",)) for text in row.references]
-            pairs[row.name] = make_bare_pair(task, row.name, captions or [""], row.change_types)
-    return References(pairs, Grammar.load(folder / "grammar.json") if task.spec.grammar else None)
+        if row.split != "test":
+            continue
+        where = f"{folder}: {row.source}"
+        if row.fault or not isinstance(row.references, list):
+            cause = row.fault or Fault("score.references_no_list", value=describe(row.references))
+            faults.append(Fault("score.dataset_row_unusable", path=where, cause=cause))
+            continue
+        for tested_row in tested_rows(row):
+            captions = [read_text(where, {"caption": text}, ("caption",)) for text in tested_row.references]
+            pair = make_bare_pair(task, tested_row.name, captions or [""], row.change_types)
+            pairs[tested_row.name] = replace(pair, question=tested_row.question, kind=row.kind)
+    grammar = Grammar.load(folder / "grammar.json") if task.spec.grammar else None
+    return References(pairs, grammar, faults=faults)
 
 
 def read_record_references(path: Path, task: ScoringTask) -> References:

@@ -13,6 +13,12 @@ from m3diff.scoring.metrics import Value
 from m3diff.scoring.published import PublishedRow
 from m3diff.scoring.results import ProtocolScores
 
+TOKENIZERS_IN_WORDS = {
+    "ptb": "PTB, in lower case",
+    "whitespace": "split at white space, case-sensitive",
+    "lowercase": "split at white space, in lower case and without full stops",
+}
+
 
 class ScoreReport(BaseModel):
     """The scores of `m3diff score`, on the scale of pycocoevalcap. Only `published` contains scores times 100."""
@@ -67,7 +73,7 @@ class ScoreReport(BaseModel):
         noun = "pair" if self.scores.get("questions") is None else "record"
         pairs = format_count(self.pairs, noun)
         yield f"  {pairs}{published_pairs}, {self.references / self.pairs:.2f} references per {noun}"
-        tokenizer = "PTB, in lower case" if self.tokenizer == "ptb" else "split at white space, case-sensitive"
+        tokenizer = TOKENIZERS_IN_WORDS[self.tokenizer]
         if self.counts_characters:
             tokenizer = f"characters in scripts without spaces between words, otherwise {tokenizer}"
         yield f"  tokenizer: {tokenizer}"

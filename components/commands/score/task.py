@@ -143,8 +143,12 @@ def find_counts(protocol: Protocol, test_counts: SplitCount | None) -> SplitCoun
 
     If the protocol does not include the whole test split, only the number of pairs is known.
     """
-    if test_counts is not None and protocol.published_pairs == test_counts.pairs:
-        if protocol.references == "joined":
-            return replace(test_counts, references=test_counts.pairs)
-        return test_counts
-    return None if protocol.published_pairs is None else SplitCount(protocol.published_pairs)
+    if protocol.published_pairs is None:
+        return None
+    if test_counts is None or protocol.published_pairs != (test_counts.questions or test_counts.pairs):
+        return SplitCount(protocol.published_pairs)
+    if protocol.references == "joined":
+        return replace(test_counts, references=test_counts.pairs)
+    if test_counts.questions is not None:
+        return replace(test_counts, pairs=test_counts.questions, image_pairs=test_counts.pairs)
+    return test_counts

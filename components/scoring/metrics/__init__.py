@@ -1,10 +1,10 @@
 """The list of all metrics, the types that describe a metric, and the inputs of metrics.
 
 To add a metric, write a file next to this one and add a line to METRICS. That is enough for `m3diff score`, which
-computes every metric whose inputs it has. `evaluate` computes the metrics in `evaluate.metrics` of params.yaml, and the
-metric ANSWERS if records have questions of their own. To show a score wherever runs are compared (in headline.json, the
-report, the model card and MLflow), add a line to HEADLINE_SCORES. Importing this file is cheap because metrics import
-the packages they need inside `compute`.
+computes every metric whose inputs it has. `evaluate` computes the metrics in `evaluate.metrics` of params.yaml, the
+metric ANSWERS if records have questions of their own, and the metrics that a protocol names. To show a score wherever
+runs are compared (in headline.json, the report, the model card and MLflow), add a line to HEADLINE_SCORES. Importing
+this file is cheap because metrics import the packages they need inside `compute`.
 """
 
 from abc import ABC, abstractmethod
@@ -162,6 +162,8 @@ class Metric:
             these. Metrics for English are not computed for scripts without spaces between words, and a note names them
             if references are in another language.
         records: the records of a protocol that the metric scores; see `ProtocolPairs.select`.
+        protocol_only: whether only the protocols that name the metric in `Protocol.metrics` have it. Such a metric is
+            computed without being chosen.
     """
 
     compute: Callable[[list[EvalPair], Groups, MetricInputs], MetricScores]
@@ -177,6 +179,7 @@ class Metric:
     extra_input: Literal["images", "judge", "spice_dir"] | None = None
     reads: Literal["tokens", "English", "other"] = "other"
     records: SelectedRecords = "texts"
+    protocol_only: bool = False
 
 
 def score_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
@@ -208,6 +211,11 @@ METRICS: LazyMapping[Metric] = LazyMapping(
     "METRIC",
     {
         ANSWERS: "m3diff.scoring.metrics.answers",  # first, because short answers have no other score
+        "first_answer": "m3diff.scoring.metrics.first_answer",
+        "binary_change": "m3diff.scoring.metrics.binary_change",
+        "object_counts": "m3diff.scoring.metrics.object_counts",
+        "grid_cells": "m3diff.scoring.metrics.grid_cells",
+        "consistency": "m3diff.scoring.metrics.consistency",
         "CIDEr": "m3diff.scoring.metrics.cider",
         "METEOR": "m3diff.scoring.metrics.meteor",
         "ROUGE-L": "m3diff.scoring.metrics.rouge_l",
@@ -247,6 +255,7 @@ HEADLINE_SCORES = {
     "exact_match": HeadlineScore(
         ANSWERS,
         report_title="questions: answer equals a reference, %",
+        tile_title="Exact match",
         card_title="answers to questions that equal a reference, %",
         registry_title="answers that equal a reference, %",
     ),
@@ -264,6 +273,30 @@ HEADLINE_SCORES = {
         ANSWERS,
         report_title="questions with options: answered rightly, %",
         card_title="questions with options answered rightly, %",
+    ),
+    "first_answer_accuracy": HeadlineScore(
+        "first_answer",
+        report_title="questions: first word or letter of the answer right, %",
+        tile_title="First answer right",
+        card_title="questions whose first answer is right, as RSRCC's authors read it, %",
+    ),
+    "first_choice_accuracy": HeadlineScore(
+        "first_answer", report_title="questions with options: first letter of the answer right, %"
+    ),
+    "first_yes_no_accuracy": HeadlineScore(
+        "first_answer", report_title="yes/no questions: first yes or no of the answer right, %"
+    ),
+    "binary_accuracy": HeadlineScore("binary_change", report_title="changed or not: answered rightly, %"),
+    "binary_f1": HeadlineScore("binary_change", report_title="changed or not: F1 of “changed”"),
+    "roads_mae": HeadlineScore("object_counts", report_title="number of roads: mean absolute error times 100"),
+    "buildings_mae": HeadlineScore("object_counts", report_title="number of buildings: mean absolute error times 100"),
+    "roads_f1": HeadlineScore("grid_cells", report_title="cells with changed roads: F1"),
+    "buildings_f1": HeadlineScore("grid_cells", report_title="cells with changed buildings: F1"),
+    "consistency": HeadlineScore(
+        "consistency",
+        report_title="statements judged rightly about all of their pairs, %",
+        tile_title="Statements right about all pairs",
+        card_title="statements judged correctly about all of their pairs, %",
     ),
     "exact_match_shuffled": HeadlineScore(
         ANSWERS,

@@ -23,7 +23,7 @@ from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.notes import note_texts
 from m3diff.scoring.pairs import load_pairs
-from m3diff.scoring.protocols import ProtocolPairs, load_specs, select_protocols
+from m3diff.scoring.protocols import ProtocolPairs, list_protocol_metrics, load_specs, select_protocols
 from m3diff.scoring.results import EvaluateReport, headline_scores, score_table, summarise
 from m3diff.scoring.retention import compare_with_base
 from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
@@ -59,6 +59,7 @@ def evaluate(
     specs = load_specs(records, pairs)
     parsed = parse_predictions(load_grammars(records, specs), pairs)
     protocols = select_protocols(pairs, specs)
+    metrics = choose_metrics([*cfg.metrics, *list_protocol_metrics(protocol.rules for protocol in protocols)])
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
     notes = note_texts(protocols, metrics, predictions=[pair.prediction for pair in pairs])

@@ -14,7 +14,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.doubts import as_yaml, find_doubts
 from m3diff.datasets.files import describe, fault_of_path, is_inside, require_utf8
 from m3diff.datasets.odd_captions import OddCaptions
-from m3diff.datasets.spec import Row, read_with_notes, unexpected, unpack_images
+from m3diff.datasets.spec import Row, read_with_notes, tested_rows, unexpected, unpack_images
 from m3diff.datasets.tables import SIDES
 from m3diff.images.check import check_images
 from m3diff.provenance.cache import is_cached_object
@@ -196,28 +195,8 @@ def to_records(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[lis
     records = []
     for row in rows:
         if not row.without_caption:
-            # each turn of a dialogue is tested, and has a prediction of its own
-            is_tested = row.split == "test" and row.fault is None
-            turns = rows_of_turns(row) if row.history and is_tested else [row]
-            records += [_to_record(name, entry, turn, is_in_roots) for turn in turns]
+            records += [_to_record(name, entry, tested_row, is_in_roots) for tested_row in tested_rows(row)]
     return records, sum(row.raw_rows for row in rows)
-
-
-def rows_of_turns(row: Row) -> list[Row]:
-    """Return one row per turn of a dialogue, with the true turns before it."""
-    turns = [*row.history, (row.question, row.references)]
-    rows = []
-    for number, (question, answers) in enumerate(turns):
-        turn = replace(
-            row,
-            name=f"{row.name}@{number}" if isinstance(row.name, str) else row.name,
-            image_set=row.name if row.image_set is None else row.image_set,
-            history=row.history[:number],
-            question=question,
-            references=answers if isinstance(answers, list) else [answers],
-        )
-        rows.append(turn)
-    return rows
 
 
 def _to_record(dataset: str, entry: DatasetEntry, row: Row, is_in_roots: Callable[[str], bool]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from m3diff.commands.inspect.statistics import write_statistics
 from m3diff.datasets import pairs
 from m3diff.records.schemas import NO_CHANGE
 from tests.commands.inspect.folders import check_folder, printed_entries
-from tests.layouts import edit_json, save_picture, write_json, write_levir, write_record_table
+from tests.layouts import edit_json, save_picture, write_json, write_levir, write_record_table, write_rsrcc
 
 
 def test_a_check_counts_kinds_images_turns_and_marks_with_their_first_rows(tmp_path):
@@ -106,3 +106,11 @@ def test_statistics_count_image_sets_and_questions(tmp_path):
     page = (tmp_path / "statistics.html").read_text()
     assert "2 questions of their own: count (1), no kind (1); turns: 1 (1), 2 (1); images: 1 (2), 2 (1)" in page
     assert json.loads((tmp_path / "statistics.json").read_text())["d"]["questions"] == 2
+
+
+def test_several_questions_about_a_pair_are_counted_as_one_pair_beside_the_published_number(tmp_path):
+    _, output = check_folder(write_rsrcc(tmp_path))
+    lines = [line.split() for line in output.split("\n")]
+    assert ["train", "1", "2", "6,417", "87,016", "differs"] in lines
+    assert ["test", "2", "3", "1,826", "21,999", "differs"] in lines
+    assert ["kinds", "of", "questions:", "yes/no", "(5),", "choice", "(1)"] in lines

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from m3diff.commands.plan.find_workload import find_workload
-from m3diff.commands.plan.mixture import counted_workload
+from m3diff.commands.plan.mixture import count_test_pairs, counted_workload
 from m3diff.commands.plan.published import published_workload
 from m3diff.commands.plan.workload import DatasetShare, TokenCounter, Workload
 from m3diff.settings.section import ParamsError
@@ -190,3 +190,21 @@ def test_a_run_that_can_be_counted_by_nothing_is_refused(tmp_path):
     mixture = write_mixture(tmp_path / "mixture")
     with raises(ParamsError, "plan.no_counts_but_unread_files", names=["a"]):
         find(entries("a=pairs"), mixture)
+
+
+# Questions of a dataset
+
+
+@pytest.mark.parametrize(
+    ("convert", "references"),
+    [({}, 87_016), ({"references_per_question": 2}, 87_016), ({"sources": {"rsrcc": {"samples": "one"}}}, 87_016)],
+    ids=["no limit", "a limit", "one sample"],
+)
+def test_a_limit_of_references_counts_for_each_question_of_a_pair(convert, references):
+    workload = published("rsrcc", train_on=("train",), convert=convert_section(**convert))
+    assert workload.pairs == 6_417
+    assert workload.references == references
+
+
+def test_the_test_pairs_to_caption_are_the_published_questions(tmp_path):
+    assert count_test_pairs(tmp_path, entries("rsrcc", "levir_cc")) == 21_999 + 1_929
