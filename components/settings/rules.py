@@ -310,7 +310,9 @@ def _faults_of_alignment(params: Params, key: str, datasets_of_alignment: tuple[
 def _faults_of_best_checkpoint(params: Params) -> Iterator[Fault]:
     if params.compute.caption_val_pairs == 0:
         yield Fault("settings.best_without_captions", key="train.export")
-    if all("val" in entry.train_on for entry in params.ingest.datasets.values()):
+    # the val split of a retention dataset is not used
+    task_datasets = [entry for entry in params.ingest.datasets.values() if entry.role == "task"]
+    if all("val" in entry.train_on for entry in task_datasets):
         yield Fault("settings.best_without_validation_pairs", key="train.export")
 
 

@@ -173,7 +173,7 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read(tmp_path: Path
     text = (tmp_path / "metrics.json").read_text()
     assert '"changes": 2,' in text, "counts stay whole numbers"
     contents = json.loads(text)
-    assert list(contents) == ["stage", "rows_in", "rows_out", "protocols"]
+    assert list(contents) == ["stage", "rows_in", "rows_out", "protocols", "retention"]
     assert contents["stage"] == "evaluate"
     assert contents["rows_in"] == 6
     assert contents["rows_out"] == 6
