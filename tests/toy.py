@@ -228,13 +228,15 @@ def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     questions = Path(params["convert"]["questions"]).read_text()
     columns = ("id", "image_set", "dataset", "split", "images")
     rows = read_rows(paths["clean"] / "records" / "00000.parquet")
-    for split in ("train", "val", "test"):
-        samples = [
-            {name: row[name] for name in columns} | {"record": row["id"]} for row in rows if row["split"] == split
-        ]
-        texts = {"question": questions, "answer": f"sampled with {params['convert']['seed']}"}
-        (paths["mixture"] / split).mkdir()
-        write_rows(paths["mixture"] / split / "00000.parquet", [sample | texts for sample in samples])
+    texts = {"question": questions, "answer": f"sampled with {params['convert']['seed']}"}
+    samples_by_folder: dict[str, list[dict[str, Any]]] = {"train": [], "val": [], "test": [], "retention": []}
+    for row in rows:
+        is_retention = params["ingest"]["datasets"][row["dataset"]].get("role") == "retention"
+        folder = "retention" if is_retention and row["split"] == "test" else row["split"]
+        samples_by_folder[folder].append({name: row[name] for name in columns} | {"record": row["id"]} | texts)
+    for folder, samples in samples_by_folder.items():
+        (paths["mixture"] / folder).mkdir()
+        write_rows(paths["mixture"] / folder / "00000.parquet", samples)
     train = Counter(row["dataset"] for row in rows if row["split"] == "train")
     return {"datasets": {name: {"pairs": {"train": train[name]}} for name in params["ingest"]["datasets"]}}
 
@@ -276,6 +278,8 @@ def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
         rows.append({"image_id": sample["id"], "caption": captioner.caption([pair])[0]})
     for file in ("predictions.json", "predictions_shuffled.json", "predictions_reversed.json"):
         (paths["predictions"] / file).write_text(json.dumps(rows))
+    for file in ("predictions_retention.json", "predictions_base.json"):
+        (paths["predictions"] / file).write_text("[]")
     (paths["predictions"] / "saliency.npz").write_bytes(b"maps")
 
 
