@@ -510,13 +510,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def does_folding_pay(model: nn.Module) -> bool:
-    """Return whether folding the adapters into the weights reduces the FLOPs. Always False if a weight is not fp32.
+    """Return whether folding the adapters into the weights reduces the FLOPs.
+
+    Always False if an adapted weight is not fp32, or if an adapted layer is not an `nn.Linear`.
 
     Per token, a training step takes 6 in out FLOPs with folded adapters, and 4 in out + 6 r (in + out) with separate
     adapters.
     """
     linears: list[Any] = [module for module in model.modules() if isinstance(module, LoraLinear)]
     if not linears or any(linear.weight.dtype != torch.float32 for linear in linears):
+        return False
+    if not all(wraps_linear(linear) for linear in linears):
         return False
     saved_flops = 0
     extra_flops = 0
@@ -525,6 +529,15 @@ def does_folding_pay(model: nn.Module) -> bool:
         saved_flops += 6 * rank * (linear.in_features + linear.out_features)
         extra_flops += 2 * linear.in_features * linear.out_features
     return extra_flops < saved_flops
+
+
+def wraps_linear(adapted_layer: Any) -> bool:
+    """Return whether a layer with an adapter of peft is an `nn.Linear`.
+
+    peft uses the same class for GPT-2's Conv1D, whose weight is transposed. With a square weight, `AdaptedLinear` would
+    compute wrong outputs without an error.
+    """
+    return isinstance(adapted_layer.base_layer, nn.Linear)
 
 
 FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
@@ -543,7 +556,8 @@ def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", s
 
     If folding reduces the FLOPs and nothing is recomputed, the adapters are folded into the weights, and a SigLIP
     encoder computes queries, keys and values in one product. Otherwise, the adapters' outputs are added to the outputs
-    of the linear layers, and the vision encoder uses transformers' implementation.
+    of the linear layers, and the vision encoder uses transformers' implementation. An adapter of a layer that is not an
+    `nn.Linear` stays peft's.
 
     Args:
         model: the model to change.
@@ -555,6 +569,7 @@ def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", s
     for module in model.modules():
         stock_class = STOCK_CLASSES.get(type(module), type(module))
         stays_stock = stock or (stock_class is SiglipEncoderLayer and not folds_adapters)
+        stays_stock |= stock_class is LoraLinear and not wraps_linear(module)
         module.__class__ = stock_class if stays_stock else FUSED_CLASSES.get(stock_class, stock_class)
         if isinstance(module, FusedDecoderLayer):
             module.is_selective = activation_checkpointing == "selective"
