@@ -56,10 +56,17 @@ class Contribution:
 
 
 def masked_rows() -> Packing:
-    """Return the packing of families whose models have fused attention kernels."""
+    """Return the packing for models that are loaded with the attention of `m3diff.models.fused`."""
     from m3diff.models.masks import MaskedRows
 
     return MaskedRows()
+
+
+def separate_rows() -> Packing:
+    """Return the packing for all other models. It is slower, because branches share nothing."""
+    from m3diff.models.separate_rows import SeparateRows
+
+    return SeparateRows()
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,8 @@ class Family:
         whole_parts_without_adapters: parts of `lora_targets` in which rank 0 trains all weights instead of only the
             matching linear layers.
         takes: the samples that the family can process.
-        packing: () -> how several branches about the same images are trained in one pass.
+        packing: () -> how several branches about the same images are trained in one pass: `masked_rows`,
+            `separate_rows`, or a packing of the family.
         augment: (settings, prepared images of an image set, random generator) -> the augmented images, as new tensors
             of the same shapes. The generator depends only on the seed, epoch and sequence, so a resumed run sees the
             same images on any number of workers. Validation and prediction do not use this function. None if the

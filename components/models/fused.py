@@ -62,6 +62,16 @@ def choose_attention(
     return choice
 
 
+class PackedAttention:
+    """Counts how often attention followed a packed row, so that a model that ignores the packing can be found.
+
+    Attributes:
+        calls: number of calls of `attend` with a layout or a BlockMask since the program started.
+    """
+
+    calls = 0
+
+
 @dataclass(frozen=True)
 class Layout:
     """Mapping between the row of T tokens and rectangles.
@@ -123,9 +133,11 @@ def attend(
         The output, [1, T, heads, d], and None in place of the attention weights.
     """
     if isinstance(attention_mask, BlockMask):
+        PackedAttention.calls += 1
         return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    PackedAttention.calls += 1
     return attend_in_rectangles(query, key, value, layout, scaling), None
 
 
@@ -375,7 +387,8 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
             kept_positions: positions of the supervised tokens. If set, the last layer returns
                 [1, supervised tokens, D].
         """
-        if not self.training:
+        # This implementation is for a single row. Separate rows (`SeparateRows`) use the stock one
+        if not self.training or len(hidden_states) > 1:
             arguments: dict[str, Any] = {
                 "position_embeddings": position_embeddings,
                 "attention_mask": attention_mask,
