@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ class Captioner:
 
         Returns:
             An answer for each dialogue, and the maps, [pairs, rows, columns] float16 over the patch grid, each with
-            sum 1. The maps are None if `saliency` is false.
+            sum 1. The maps are None if `saliency` is false or the family has no maps.
         """
         device = self.model.device
         prompts = []
@@ -123,13 +123,16 @@ class Captioner:
             "eos_token_id": self.processor.end_id,
             "pad_token_id": self.processor.pad_id,
         }
-        recording = self.model.record_maps() if saliency else nullcontext()
-        with recording as maps:
+        saliency_maps = self.family.maps if saliency else None
+        recording: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if saliency_maps is not None:
+            recording = saliency_maps.record(self.model)
+        with recording as recorded_maps:
             tokens = self.model.generate(**inputs, **decoding)
         answers = self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
-        if maps is None:
+        if saliency_maps is None:
             return answers, None
-        mean_maps = self.model.mean_map(maps, len(tokens))
+        mean_maps = saliency_maps.mean(self.model, recorded_maps, len(tokens))
         # numpy does not support bfloat16
         return answers, mean_maps.float().cpu().numpy().astype(np.float16)
 

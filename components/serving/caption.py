@@ -444,6 +444,8 @@ def answer_inputs(
         DataError: overlays were requested, but an input is not a pair, or the model does not compute saliency maps.
     """
     if overlay is not None:
+        if captioner.family.maps is None:
+            raise DataError("serving.no_saliency_maps")
         for item in inputs:
             if len(item.images) != 2:
                 raise DataError("serving.overlay_without_pair", name=item.name, value=len(item.images))
@@ -528,11 +530,7 @@ def _answer_samples(
     overlay: Path | None,
     input_count: int,
 ) -> dict[int, CaptionOutput]:
-    """Return the answers to samples by the position of their input, and save the requested overlays.
-
-    Raises:
-        DataError: overlays were requested, but the model does not compute saliency maps.
-    """
+    """Return the answers to samples by the position of their input, and save the requested overlays."""
     positions_by_group: dict[tuple[int, int], list[int]] = {}
     for position, sample in samples.items():
         positions_by_group.setdefault(sample.group, []).append(position)
@@ -541,8 +539,6 @@ def _answer_samples(
         prepared = [samples[position].prepared for position in positions]
         dialogues = [samples[position].turns for position in positions]
         texts, saliency_maps = captioner.answer(prepared, dialogues, overlay is not None)
-        if overlay is not None and saliency_maps is None:
-            raise DataError("serving.no_saliency_maps")
         for number, (position, text) in enumerate(zip(positions, texts, strict=True)):
             item = inputs[position]
             if overlay is not None and saliency_maps is not None:

@@ -218,7 +218,7 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
     changed = {part: None if part in frozen else rate for part, rate in case.settings.rates.items()}
     settings = replace(case.settings, rates=changed)
     model = meta_model(case.family.planned_config(case.base, settings), case.family, settings)
-    terms = {term.name: term for term in case.family.flops(model, 40, 4)}
+    terms = {term.name: term for term in case.family.count_flops(model, case.family, 40, 4)}
     ids = torch.zeros(1, 40, dtype=torch.long)
     ids[:, : model.config.image_tokens] = model.config.image_token_index
     inputs = {"input_ids": ids.to("meta"), "position_ids": ids.to("meta"), "tokens": ids, "use_cache": False}

@@ -124,12 +124,12 @@ SIDE = 13 * 40  # pixels of an image of 40 that is drawn large enough to be seen
 class Model:
     """A captioner that returns these maps, and records the dialogues and the last images."""
 
-    family = SimpleNamespace(takes=Takes())
     trained_on = TrainedOn("What has changed?")
     question = "What has changed?"
 
     def __init__(self, maps: np.ndarray | None) -> None:
         self.maps = maps
+        self.family = SimpleNamespace(takes=Takes(), maps=maps)
         self.dialogues = list[Any]()
         self.batches = list[int]()
         self.images = list[Any]()

@@ -278,7 +278,8 @@ def answer_missing_items(
     """
     from m3diff.models.checkpoint import load_processor
 
-    check_items(items_by_set[PREDICTIONS], FAMILIES[read_manifest(job.checkpoint)["family"]].takes)
+    family = FAMILIES[read_manifest(job.checkpoint)["family"]]
+    check_items(items_by_set[PREDICTIONS], family.takes)
     processor = load_processor(job.checkpoint)
     all_batches: list[tuple[str, list[PredictionItem]]] = []  # each with the name of its set
     for set_name, items in items_by_set.items():
@@ -287,7 +288,8 @@ def answer_missing_items(
     for number, (set_name, batch) in enumerate(all_batches):
         if any((set_name, item.id) not in journal.predictions for item in batch):
             shows_pairs = len(batch[0].images) == PAIR
-            missing_batches.append(Batch(number, batch, saliency=set_name == PREDICTIONS and shows_pairs))
+            needs_maps = family.maps is not None and set_name == PREDICTIONS and shows_pairs
+            missing_batches.append(Batch(number, batch, saliency=needs_maps))
     earlier_captions = len(journal.predictions)
     if earlier_captions:
         print(f"predict: resumed; {earlier_captions} captions of an earlier run are kept", flush=True)

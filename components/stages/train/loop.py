@@ -18,6 +18,7 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
+from m3diff.models.conformity import check_family
 from m3diff.models.contract import PackedBatch, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
@@ -108,7 +109,7 @@ def prepare_model(
         weights: checkpoint of the previous phase, loaded instead of the base.
 
     Raises:
-        ParamsError: the base is incompatible with the settings or `compute`.
+        ParamsError: the base is incompatible with the settings or `compute`, or a class of the family lacks a member.
     """
     torch.manual_seed(cfg.seed)
     folder = weights or cfg.base
@@ -121,7 +122,9 @@ def prepare_model(
         raise ParamsError(
             "train.base_does_not_fit", key=f"models.{cfg.model}", base=cfg.base, cause=cause_of(error)
         ) from error
-    return adapted_model.train(), family.load_processor(folder, model.config)
+    processor = family.load_processor(folder, model.config)
+    check_family(settings.family, model, processor)
+    return adapted_model.train(), processor
 
 
 class Training:
@@ -239,7 +242,7 @@ class Training:
     def count_flops_per_step(self, lengths: MeanLengths) -> float:
         """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
         model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
-        terms = self.family.flops(model, lengths.tokens, lengths.supervised_tokens)
+        terms = self.family.count_flops(model, self.family, lengths.tokens, lengths.supervised_tokens)
         flops_per_sequence = sum(term.total for term in terms)
         return self.schedule.global_batch * flops_per_sequence
 
