@@ -19,7 +19,8 @@ from m3diff.models.tuning import prepare_for_training
 from m3diff.records.errors import ParamsError
 from m3diff.records.sample import Turn
 from tests.errors import raises
-from tests.tiny import colour_image, scale_features, tiny
+from tests.family_cases import tiny
+from tests.tiny import colour_image, scale_features
 
 PAIR = [colour_image(1, (40, 30)), colour_image(2, (36, 48))]
 OTHER_PAIR = [colour_image(3), colour_image(4)]

@@ -1,0 +1,119 @@
+"""A model family is added by one file and one line: the toy family Glimpse is trained and answers questions."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from m3diff.models.checkpoint import ADAPTERS, read_manifest
+from m3diff.models.generation import Captioner, load_captioner
+from m3diff.records.errors import DataError
+from m3diff.records.sample import Turn
+from m3diff.records.schemas import SAMPLE_SCHEMA
+from m3diff.serving.caption import CaptionInput, answer_inputs
+from m3diff.settings.compute import Compute
+from m3diff.settings.tree import Params
+from m3diff.stages.predict.params import Predict
+from m3diff.stages.predict.stage import predict
+from tests.errors import raises
+from tests.stages.train.toy import COMPUTE, Trained, pair_rows, recipe, run
+from tests.tiny import colour_image
+from tests.tiny_glimpse import added_family, glimpse_settings, tiny_glimpse
+from tests.toy import REPOSITORY
+
+# Shapes of images: the number of visual tokens follows from them
+SHAPES = [(40, 40), (40, 20), (10, 40), (40, 10)]
+COUNTS = {"train": 8, "val": 2, "test": 6}
+CHANGES: dict[str, Any] = {"epochs": 3, "max_captions_per_sequence": 2, "caption_val_pairs": 2}
+
+
+def rows_of_image_set(folder: Path, split: str, number: int) -> list[dict[str, Any]]:
+    """Return the samples of a pair, an image or no image, by turns. Every fourth has a turn before its question."""
+    rows = pair_rows(folder, split, "toy", number)
+    for seed, image in enumerate(rows[0]["images"]):
+        colour_image(2 * number + seed, SHAPES[(number + seed) % len(SHAPES)]).save(image["uri"])
+        image["sha256"] = None
+    for row in rows:
+        row["images"] = row["images"][: (2, 2, 1, 0)[number % 4]]
+        row["question"] = ("What changed?", "What changed?", "Which colour?", "Is it even?")[number % 4]
+        if number % 4 == 1:
+            row["history"] = [{"question": "Is it red?", "answer": "no"}]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """Return a run of Glimpse on samples of all kinds. The family is added until the last test of this file."""
+    root = tmp_path_factory.mktemp("added")
+    for split, count in COUNTS.items():
+        rows = [row for number in range(count) for row in rows_of_image_set(root, split, number)]
+        (root / "mixture" / split).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), root / "mixture" / split / "00000.parquet")
+    base = tiny_glimpse(root / "base")
+    with added_family():
+        yield run(recipe(base, model=glimpse_settings(rank=4), **CHANGES), root / "mixture", root)
+
+
+@pytest.fixture(scope="module")
+def captioner(trained: Trained) -> Captioner:
+    return load_captioner(trained.folder / "out" / "checkpoint", 6)
+
+
+def test_its_loss_falls_and_its_manifest_says_what_it_was_trained_on(trained):
+    losses = trained.column("loss")
+    assert losses[-1] < losses[0] - 0.1
+    manifest = read_manifest(trained.folder / "out" / "checkpoint")
+    assert manifest["family"] == "glimpse"
+    assert manifest["trained_on"]["question"] == "What changed?"
+    assert manifest["trained_on"]["images"] == [0, 1, 2]
+    assert manifest["trained_on"]["turns"] == 2
+
+
+def test_its_parameters_are_read_with_those_of_the_other_families(trained):
+    entry = {"family": "glimpse", "lora": {"rank": 4, "alpha": 8}, "rates": {"vision": 1e-3, "projector": None}}
+    fields = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
+    fields["models"]["toy"] = entry
+    settings = Params.model_validate(fields).models["toy"]
+    assert settings.family == "glimpse"
+    assert settings.rates == {"vision": 1e-3, "projector": None, "llm": None}
+
+
+def test_predict_answers_each_record_as_if_it_were_alone(trained, captioner):
+    root = trained.folder
+    compute = Compute(scratch=root / "predict", **COMPUTE)
+    report = predict(Predict(max_new_tokens=6), compute, root / "mixture", root / "out", root / "predictions")
+    assert report.rows_out == COUNTS["test"]
+    answers = {
+        row["image_id"]: row["caption"] for row in json.loads((root / "predictions/predictions.json").read_text())
+    }
+    for row in pq.read_table(root / "mixture" / "test").to_pylist():
+        images = [image["uri"] for image in row["images"]]
+        (output,) = answer_inputs(captioner, [input_of(images, row["question"], row["history"])], None)
+        assert output.fault is None
+        assert answers[row["record"]] == output.caption
+    with np.load(root / "predictions" / "saliency.npz") as maps:
+        assert maps["maps"].size == 0
+
+
+def input_of(images: list[str], question: str | None = None, history: Any = ()) -> CaptionInput:
+    turns = tuple(Turn(**turn) for turn in history)
+    return CaptionInput("name", tuple(Path(image) for image in images), question, turns)
+
+
+def test_its_adapters_give_the_answers_of_the_merged_model(trained, captioner):
+    images = [[colour_image(number, shape), colour_image(number + 1)] for number, shape in enumerate(SHAPES)]
+    adapters = load_captioner(trained.folder / "out" / "checkpoint" / ADAPTERS, 6)
+    for pair in images:
+        assert adapters.caption([pair]) == captioner.caption([pair])
+
+
+def test_overlays_are_refused_before_anything_is_answered(trained, captioner):
+    images = [str(image) for image in sorted((trained.folder / "images").iterdir())[:2]]
+    with raises(DataError, "serving.no_saliency_maps"):
+        next(answer_inputs(captioner, [input_of(images)], trained.folder / "overlay.png"))
