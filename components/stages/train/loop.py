@@ -36,6 +36,7 @@ from m3diff.stages.train.job import (
     Job,
     StoppedError,
     WorkerContext,
+    end_if_code_is_wrong,
     name_full_disk,
     require_newest_attempt,
 )
@@ -465,6 +466,9 @@ class Training:
         """Write the output checkpoint, chosen by `train.export`, and return the number of steps it was trained for.
 
         Every worker must call this, because with ZeRO 3 each worker holds a part of the weights.
+
+        Raises:
+            ParamsError: the family's code cannot be saved, for example because a member is missing.
         """
         job = self.job
         model = self.engine.module
@@ -475,7 +479,7 @@ class Training:
         zero3_parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
         with deepspeed.zero.GatheredParameters(zero3_parameters, enabled=bool(zero3_parameters)):
             if self.is_writer():
-                with name_full_disk(job.out):
+                with name_full_disk(job.out), end_if_code_is_wrong(job.model.family):
                     save_checkpoint(
                         model,
                         self.processor,
