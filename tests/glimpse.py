@@ -124,7 +124,8 @@ class GlimpseProcessor:
         import torch
 
         tensors = [images.tensors for images in prepared if images.marks]
-        return {name: torch.cat([each[name] for each in tensors]) for name in tensors[0]} if tensors else {}
+        names = tensors[0] if tensors else ()
+        return {name: torch.cat([images[name] for images in tensors]) for name in names}
 
     def image_inputs(self, images: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Return `patches` in [-1, 1] on the device, and `grids` on the CPU."""
@@ -214,12 +215,13 @@ def classes() -> tuple[Any, Any]:  # noqa: C901  # two classes
 
         def visual_tokens(self, patches: Any, grids: Any) -> Any:
             """Return the visual tokens, [N, D]."""
-            places = []
+            positions = []
             for rows, columns in grids.tolist():
-                places.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2))
-            row_numbers, column_numbers = torch.cat(places).to(patches.device).unbind(1)
-            seen = self.eye(patches.to(self.eye.weight.dtype))
-            return self.bridge(nn.functional.gelu(seen + self.rows(row_numbers) + self.columns(column_numbers)))
+                positions.append(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).view(-1, 2))
+            row_numbers, column_numbers = torch.cat(positions).to(patches.device).unbind(1)
+            features = self.eye(patches.to(self.eye.weight.dtype))
+            features = features + self.rows(row_numbers) + self.columns(column_numbers)
+            return self.bridge(nn.functional.gelu(features))
 
         def embed(self, input_ids: Any, patches: Any, grids: Any) -> Any:
             """Return the inputs of the LLM, [B, T, D]."""

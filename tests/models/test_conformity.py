@@ -88,6 +88,6 @@ def test_a_forward_without_an_argument_is_refused(monkeypatch):
 
 
 def test_a_forward_that_passes_arguments_on_takes_all_of_them():
-    def forward(input_ids: Any, **others: Any) -> None: ...
+    def forward(input_ids: Any, **options: Any) -> None: ...
 
     assert missing_arguments(forward) == []

@@ -31,7 +31,7 @@ class Tiny(nn.Module):
     def blank_images(self, config: Any, device: Any) -> dict[str, Tensor]:
         return {"x": torch.zeros(self.shape, device=device, requires_grad=True)}
 
-    def forward(self, x: Tensor, **others: Any) -> Tensor:
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
         return self.layer(x)
 
 
