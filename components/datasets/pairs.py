@@ -41,9 +41,13 @@ or in a column that `columns` names, or in several columns that a template joins
     {question: query, captions: answer, kind: question_type}
     {images: images, question: "{instruction}\\n{input}", captions: output, history: history}
 
-Such a row may have zero, one or two images, in the column `images`. `kind` names the kind of question, such as "count",
-for scores by kind. `history` lists the earlier questions and answers of a dialogue. Rows with the same images are one
-image set. If they also have the same question and history, they are one record whose answers are all right.
+Such a row may have zero, one or two images, in the column `images`. {images: null} means that no row has an image.
+`kind` names the kind of question, such as "count", for scores by kind. `history` lists the earlier questions and
+answers of a dialogue. Rows with the same images are one image set. If they also have the same question and history,
+they are one record whose answers are all right.
+
+In a CSV file, the lists in the columns of images, histories and conversations are JSON texts. An empty cell of `images`
+means that the row has no image.
 
 `where`, `no_change` and `splits` compare values by meaning (`filters.py`): `no` matches "no", "FALSE", 0 and "0.0", and
 `0` matches "0.0", but a quoted "no" is a text. An option that is probably a mistake is refused unless it is listed in
@@ -74,6 +78,7 @@ from m3diff.datasets.conversations import (
     Conversation,
     count_marks,
     is_conversation,
+    parse_conversation,
     read_conversation,
     read_history,
     without_leading_marks,
@@ -86,6 +91,7 @@ from m3diff.datasets.files import (
     fault_of_images,
     look_up,
     parse_captions,
+    parse_images,
     read_values,
 )
 from m3diff.datasets.filters import (
@@ -255,7 +261,9 @@ def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]
 
 def _required_fields(columns_of_field: Mapping[str, tuple[str, ...]], with_split: bool) -> list[str]:
     """Return the fields that every row must have."""
-    image_fields = ["images"] if columns_of_field.get("images") else ["before", "after"]
+    image_fields = list(SIDES)
+    if "images" in columns_of_field:
+        image_fields = ["images"] if columns_of_field["images"] else []
     return [*image_fields, "captions", "split"] if with_split else [*image_fields, "captions"]
 
 
@@ -493,18 +501,18 @@ def _read_fields(
     try:
         cells_of_field: dict[str, list[Any]] = {}
         for field, columns in columns_of_field.items():
-            cells = [look_up(value, column) for column in columns]
-            cells_of_field[field] = [cell for cell in cells if cell is not None]
-            fields[field] = next(iter(cells_of_field[field]), None)
-        captions = cells_of_field.get("captions", [])
-        if len(captions) > 1:
-            fields["captions"] = _join_captions(captions)
+            cells_of_field[field] = [look_up(value, column) for column in columns]
+            fields[field] = next((cell for cell in cells_of_field[field] if cell is not None), None)
+        image_cell = fields["images"] if "images" in columns_of_field else None
+        fields["image_column"] = parse_images(image_cell, " or ".join(columns_of_field.get("images", ())))
     except DataError as error:
-        return fields | {"images": (fields["before"], fields["after"]), "history": ()}, error.fault
+        # `captions` may be a conversation that is not yet read
+        values = {"images": (fields["before"], fields["after"]), "captions": None, "history": ()}
+        return fields | values, error.fault
     # before the question, so that a row is skipped by its number of images whatever else is wrong with it
-    fields["image_column"] = fields["images"]
     fields["images"] = _list_images(fields, columns_of_field)
     try:
+        fields["captions"] = _read_captions(columns_of_field["captions"], cells_of_field["captions"])
         _read_question(fields, columns_of_field)
     except DataError as error:
         return fields | {"captions": None, "history": ()}, error.fault
@@ -519,13 +527,26 @@ def _read_fields(
 
 
 def _list_images(fields: Mapping[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...]:
-    """Return the images of a row. A single image need not be in a list."""
-    if not columns_of_field.get("images"):
+    """Return the images of a row. A single image in the column `images` need not be in a list."""
+    if "images" not in columns_of_field:
         return (fields["before"], fields["after"])
-    images = fields["images"]
+    images = fields["image_column"]
     if images is None:
         return ()
     return tuple(images) if isinstance(images, list) else (images,)
+
+
+def _read_captions(columns: Sequence[str], cells: Sequence[Any]) -> Any:
+    """Return the captions or the conversation in the columns of a row. Captions of several columns are combined.
+
+    Raises:
+        DataError: a cell contains a conversation as a text that is not valid JSON.
+    """
+    values = [parse_conversation(cell, column) for column, cell in zip(columns, cells, strict=True)]
+    values = [value for value in values if value is not None]
+    if len(values) > 1:
+        return _join_captions(values)
+    return values[0] if values else None
 
 
 def _read_question(fields: dict[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]) -> None:
@@ -570,10 +591,9 @@ def _fault_of_number_of_images(
     fields: Mapping[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]
 ) -> Fault | None:
     """Return a fault if a row has too many images, or captions that do not describe two images. Otherwise, None."""
-    columns = columns_of_field.get("images", ())
-    if not columns:
+    if "images" not in columns_of_field:
         return None
-    key = " or ".join(columns)
+    key = " or ".join(columns_of_field["images"]) or "images"
     if fields["question"] is None:
         return fault_of_images(fields["image_column"], key)
     if len(fields["images"]) > MOST_IMAGES:

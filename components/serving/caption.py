@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from m3diff.datasets.files import Embedded, columns_in, describe, fault_of_path, is_inside, look_up
+from m3diff.datasets.files import Embedded, columns_in, describe, fault_of_path, is_inside, look_up, parse_images
 from m3diff.datasets.folders import match_names
 from m3diff.datasets.pairs import relative_to_root
 from m3diff.datasets.tables import (
@@ -243,7 +243,7 @@ def _with_names(inputs: Sequence[CaptionInput]) -> list[CaptionInput]:
 
 
 def _image_values(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Return the images in a row, unchanged, each with its field (`before`, `after`, `image` or `images`).
+    """Return the images in a row, each with its field (`before`, `after`, `image` or `images`).
 
     Args:
         location: file and row, for error messages.
@@ -259,7 +259,10 @@ def _image_values(location: str, row: Mapping[str, Any], columns: Mapping[str, s
         return [(IMAGE_COLUMN, image)]
     if "images" not in columns:
         return list(zip(SIDES, images_of(location, row, columns), strict=True))
-    images = look_up(row, columns["images"])
+    try:
+        images = parse_images(look_up(row, columns["images"]), columns["images"])
+    except DataError as error:
+        raise DataError(error.fault.at(path=location)) from error
     if not isinstance(images, list) or len(images) > MOST_IMAGES:
         raise DataError("serving.not_a_list_of_images", path=location, key=columns["images"], value=describe(images))
     return [("images", image) for image in images]

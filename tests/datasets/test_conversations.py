@@ -1,6 +1,7 @@
 """Questions of a table's own: conversations in the forms of other programs, question columns, and bad rows."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,129 @@ def test_conversations_are_read_from_json_lines_and_parquet(tmp_path, suffix):
     assert record.question == "Where?"
     assert record.references == ["left"]
     assert record.kind == "count"
+
+
+def write_table(root: Path, suffix: str, rows: list[dict[str, Any]]) -> Path:
+    """Write a table whose cells are texts."""
+    path = root / f"m.{suffix}"
+    if suffix == "parquet":
+        pl.DataFrame(rows).write_parquet(path)
+    else:
+        pl.DataFrame(rows).write_csv(path, separator="\t" if suffix == "tsv" else ",")
+    return path
+
+
+@pytest.mark.parametrize("talk", [llava, messages])
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
+def test_a_conversation_that_is_a_json_text_is_read_like_a_list(tmp_path, suffix, talk):
+    conversation = talk("<image><image>How many?", "two", 'Where,\n"exactly"?', "left")
+    row = {"images": PICTURES, "conversations": conversation}
+    (expected,) = read(tmp_path, [row], **CONVERSATION)
+    table = write_table(tmp_path, suffix, [{name: json.dumps(cell) for name, cell in row.items()}])
+    (record,) = pairs.read(tmp_path, manifest=table.name, split="train", **CONVERSATION)
+    assert record.history == (("How many?", "two"),)
+    assert replace(record, source="") == replace(expected, source="")
+
+
+@pytest.mark.parametrize("column", ["conversations", "talk"])
+def test_columns_of_before_and_after_may_stand_beside_a_json_text(tmp_path, column):
+    cells = {"before": "a.png", "after": "b.png", column: json.dumps(llava("<image><image>How many?", "two"))}
+    write_table(tmp_path, "csv", [cells])
+    (row,) = pairs.read(tmp_path, manifest="m.csv", split="train", columns={"captions": column})
+    assert (row.images, row.question, row.references) == (("a.png", "b.png"), "How many?", ["two"])
+
+
+@pytest.mark.parametrize(
+    ("cell", "images"),
+    [
+        ('["a.png", "b.png"]', ("a.png", "b.png")),
+        ('["a.png"]', ("a.png",)),
+        ("a.png", ("a.png",)),
+        ("[1] a.png", ("[1] a.png",)),
+        ("[]", ()),
+        ("", ()),
+        (" ", ()),
+        (None, ()),
+    ],
+    ids=repr,
+)
+def test_a_cell_of_images_is_a_list_in_json_a_name_or_empty(tmp_path, cell, images):
+    write_table(tmp_path, "parquet", [{"images": cell, "conversations": json.dumps(llava("How many?", "two"))}])
+    (row,) = pairs.read(tmp_path, manifest="m.parquet", split="train", image_counts=[len(images)], **CONVERSATION)
+    assert row.fault is None
+    assert row.images == images
+    assert row.question == "How many?"
+
+
+def test_a_table_without_images_is_read_if_the_column_of_images_is_null(tmp_path):
+    rows = [{"messages": json.dumps(messages(*texts))} for texts in (("A?", "x"), ("A?", "x", "B?", "y"))]
+    write_table(tmp_path, "csv", rows)
+    columns = {"images": None, "captions": "messages"}
+    entry = make_entry("pairs", tmp_path, manifest="m.csv", split="test", columns=columns)
+    records, _ = to_records("d", entry, pairs.read(tmp_path, **entry.options))
+    assert [record["fault"] for record in records] == [None] * 3
+    assert [record["images"] for record in records] == [[]] * 3
+    assert [record["references"] for record in records] == [["x"], ["x"], ["y"]]
+    assert [len(record["history"]) for record in records] == [0, 0, 1]
+
+
+def test_a_caption_in_a_table_without_images_is_a_fault(tmp_path):
+    write_table(tmp_path, "csv", [{"talk": "it fell"}])
+    (row,) = pairs.read(tmp_path, manifest="m.csv", split="train", columns={"images": None, "captions": "talk"})
+    assert row.fault == Fault("datasets.not_two_images", key="images", count=0, value="null")
+
+
+CELLS = {"images": json.dumps(PICTURES), "talk": json.dumps(llava("A?", "x"))}
+CELLS_THAT_ARE_NOT_JSON = {
+    "printed by Python": ("talk", "[{'from': 'human', 'value': 'A?'}]", "invalid_json_in_cell", 3),
+    "cut off": ("talk", CELLS["talk"][:-2], "invalid_json_in_cell", len(CELLS["talk"]) - 1),
+    "a key twice": ("talk", '[{"from": "human", "from": "gpt"}]', "repeated_json_key", None),
+    "not a number": ("talk", '[{"from": "human", "value": NaN}]', "no_json_value", None),
+    "images printed by Python": ("images", "['a.png', 'b.png']", "invalid_json_in_cell", 2),
+}
+
+
+@pytest.mark.parametrize("case", CELLS_THAT_ARE_NOT_JSON)
+def test_a_cell_that_is_not_json_is_a_fault_with_its_row_and_column(tmp_path, case):
+    column, cell, code, position = CELLS_THAT_ARE_NOT_JSON[case]
+    write_table(tmp_path, "csv", [CELLS, CELLS | {column: cell}])
+    entry = make_entry("pairs", tmp_path, manifest="m.csv", split="train", columns=IMAGES | {"captions": "talk"})
+    row, sound_row = pairs.read(tmp_path, **entry.options)
+    assert sound_row.fault is None
+    assert row.source == "m.csv, line 3"
+    assert row.fault.code == f"datasets.{code}"
+    assert row.fault.fields["key"] == column
+    assert row.fault.fields.get("position") == position
+    (record,), _ = to_records("d", entry, [row])
+    assert record["fault"] == str(row.fault)
+
+
+def test_every_cell_of_a_column_of_conversations_must_be_json(tmp_path):
+    write_table(tmp_path, "csv", [{"images": CELLS["images"], "conversations": text} for text in ("it fell", " ")])
+    words, empty = pairs.read(tmp_path, manifest="m.csv", split="train", **CONVERSATION)
+    assert words.fault.code == "datasets.invalid_json_in_cell"
+    assert words.fault.fields["key"] == "conversations"
+    assert empty.fault == Fault("datasets.missing_value", key="conversations")
+
+
+def test_a_text_in_brackets_stays_a_caption(tmp_path):
+    texts = ["[a lamp] is out", '["a", "b"]', "{it} fell"]
+    write_table(tmp_path, "csv", [{"before": "a.png", "after": f"{text}.png", "captions": text} for text in texts])
+    rows = pairs.read(tmp_path, manifest="m.csv", split="train")
+    assert [row.references for row in rows] == [["[a lamp] is out"], ["a", "b"], ["{it} fell"]]
+
+
+def test_a_history_may_be_a_json_text(tmp_path):
+    cells = {"images": '["a.png"]', "q": "Where?", "a": "left"}
+    texts = ('[["How many?", "two"]]', "[]", "", '[["How many?", "two"')
+    write_table(tmp_path, "csv", [cells | {"history": text} for text in texts])
+    columns = IMAGES | {"question": "q", "captions": "a", "history": "history"}
+    cut_off, with_turn, without_turn = pairs.read(tmp_path, manifest="m.csv", split="train", columns=columns)
+    assert cut_off.fault.code == "datasets.invalid_json_in_cell"
+    assert cut_off.fault.fields["key"] == "history"
+    assert with_turn.history == (("How many?", "two"),)
+    assert without_turn.history == ()
+    assert without_turn.raw_rows == 2
 
 
 def test_a_csv_with_a_column_of_questions_is_read(tmp_path):

@@ -592,6 +592,19 @@ def test_a_table_with_a_column_image_has_single_images(images):
     ]
 
 
+def test_a_list_of_images_may_be_a_json_text_in_a_csv(images):
+    table = images / "t.csv"
+    table.write_text('images,question\n"[""0.png"", ""1.png""]",a\n"[""1.png""]",b\n[],c\n')
+    assert [item.images for item in find_inputs(table, None)] == [
+        (images / "0.png", images / "1.png"),
+        (images / "1.png",),
+        (),
+    ]
+    table.write_text('images\n"[""0.png"", ""1.png""]"\n"[\'0.png\', \'1.png\']"\n')
+    with raises(DataError, "datasets.invalid_json_in_cell", path=f"{table}, line 3", key="images", position=2):
+        find_inputs(table, None)
+
+
 def test_rows_without_images_have_names_of_their_own(images):
     rows = [{"images": [], "question": "Why?"}, {"images": ["0.png"]}, {"images": [], "question": "How?"}]
     (images / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
