@@ -29,6 +29,8 @@ LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 USER_ROLES = ("human", "user")
 ASSISTANT_ROLES = ("gpt", "assistant")
 SYSTEM_ROLES = ("system",)
+# The column of LLaMA-Factory and ms-swift with the system message of a conversation, or of a question and an answer
+SYSTEM_COLUMN = "system"
 
 
 @dataclass(frozen=True)

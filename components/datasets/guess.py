@@ -14,7 +14,7 @@ from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.conversations import begins_as_conversation, is_conversation
+from m3diff.datasets.conversations import SYSTEM_COLUMN, begins_as_conversation, is_conversation
 from m3diff.datasets.doubts import Doubt
 from m3diff.datasets.files import columns_in
 from m3diff.datasets.filters import SPLIT_ALIASES, plain_name, readings_of_splits, split_in_name
@@ -378,7 +378,7 @@ def _images_of_conversations(values: Mapping[str, list[Any]]) -> dict[str, Any]:
 def _text_columns(
     path: Path, values: Mapping[str, list[Any]], candidates: Mapping[str, list[Any]], split_columns: Sequence[str]
 ) -> tuple[dict[str, Any], list[Doubt], list[str]]:
-    """Find the columns with captions and questions.
+    """Find the columns with captions, questions and system messages.
 
     Return these columns by field, the questions to the user about them, and the text columns that are not read.
 
@@ -391,7 +391,12 @@ def _text_columns(
         DataError: no column contains captions.
     """
     task_doubts = _task_doubts(path, candidates)
-    text_columns = find_text_columns(candidates, {*PLAIN_FIELDS, *split_columns, *task_doubts})
+    columns_in_use = {*PLAIN_FIELDS, *split_columns, *task_doubts}
+    text_columns = find_text_columns(candidates, columns_in_use)
+    has_questions = any("question" in answer for answer in text_columns.answers)
+    has_systems = SYSTEM_COLUMN in candidates and bool(has_questions or _columns_of_conversations(values))
+    if has_systems:
+        text_columns = find_text_columns(candidates, {*columns_in_use, SYSTEM_COLUMN})
     if not text_columns.answers:
         raise DataError("datasets.no_column_of_captions", path=path, columns=list(values))
     columns, caption_doubts = _choose_first(
@@ -401,6 +406,8 @@ def _text_columns(
     if caption_doubts:
         # Which column contains the questions depends on the answer that the user chooses
         columns = {"captions": columns["captions"]}
+    if has_systems:
+        columns = {**columns, SYSTEM_COLUMN: SYSTEM_COLUMN}
     return columns, [*task_doubts.values(), *caption_doubts], text_columns.unread
 
 

@@ -44,7 +44,8 @@ or in a column that `columns` names, or in several columns that a template joins
 Such a row may have zero, one or two images, in the column `images`. {images: null} means that no row has an image.
 `kind` names the kind of question, such as "count", for scores by kind. `history` lists the earlier questions and
 answers of a dialogue. Rows with the same images are one image set. If they also have the same question and history,
-they are one record whose answers are all right.
+they are one record whose answers are all right. A column `system` has the system message of a row with a question;
+{system: null} means that the column has another meaning.
 
 In a CSV file, the lists in the columns of images, histories and conversations are JSON texts. An empty cell of `images`
 means that the row has no image.
@@ -53,9 +54,9 @@ means that the row has no image.
 `0` matches "0.0", but a quoted "no" is a text. An option that is probably a mistake is refused unless it is listed in
 `confirmed`. For example, `where` or `no_change` may match no row or every row. Or the table may not contain the
 `separator`, a name in `splits`, or a name in `columns` that is optional or one of several. Or its conversations have
-different system messages, which are not read (`systems`). Captions that were probably not written by a person are
-counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes, repeats). Each kind that occurs in
-a test split must be confirmed. Change types such as "unchanged" or "No change" are read as `none`.
+different system messages, which are counted but not read (`systems`). Captions that were probably not written by a
+person are counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes, repeats). Each kind that
+occurs in a test split must be confirmed. Change types such as "unchanged" or "No change" are read as `none`.
 
 Paths are relative to the root. An absolute path or a file:// URL must point into the root. A Parquet file may contain
 the images, in the format of the `datasets` library (`Image`, or a list of these); ingest writes them to files next to
@@ -75,6 +76,7 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from m3diff.datasets.conversations import (
+    SYSTEM_COLUMN,
     Conversation,
     count_marks,
     is_conversation,
@@ -157,6 +159,7 @@ Columns = Mapping[
         "question",
         "history",
         "kind",
+        "system",
     ],
     Annotated[
         Annotated[Column, Tag("[column]")] | Annotated[tuple[Column, ...], Tag("[columns]")],
@@ -252,7 +255,7 @@ def read(
 
 def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
     """Return the columns of each field according to the option `columns`; an empty tuple if a field has no column."""
-    documented_columns = {field: field for field in REQUIRED + OPTIONAL}
+    documented_columns = {field: field for field in (*REQUIRED, *OPTIONAL, SYSTEM_COLUMN)}
     columns_of_field: dict[str, tuple[str, ...]] = {}
     for field, names in (documented_columns | dict(columns)).items():
         columns_of_field[field] = (names,) if isinstance(names, str) else tuple(names or ())
@@ -489,10 +492,10 @@ def _read_fields(
     """Return the values of a row by field, and the fault that makes the row unusable, or None.
 
     Besides the fields of the option `columns`, `images` are all images of the row, `image_column` is the value of the
-    column with the list of images, `question` is None if the row has captions, and `systems` are the system messages of
-    a conversation.
+    column with the list of images, `question` is None if the row has captions, and `systems` are the different system
+    messages in the conversation and in the column `system`.
     """
-    fields: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, *QUESTION_FIELDS))
+    fields: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, *QUESTION_FIELDS, SYSTEM_COLUMN))
     fields |= {"images": (None, None), "image_column": None, "history": (), "systems": ()}
     if isinstance(value, DataError):
         return fields, value.fault
@@ -571,11 +574,16 @@ def _read_question(fields: dict[str, Any], columns_of_field: Mapping[str, tuple[
         "history": conversation.history,
         "question": conversation.question,
         "captions": _list_answers(conversation.answers, is_conversation(fields["captions"])),
-        "systems": conversation.systems,
+        "systems": tuple(dict.fromkeys([*_list_systems(fields[SYSTEM_COLUMN]), *conversation.systems])),
     }
     images = len(fields["images"])
     if marks not in (0, images) and images <= MOST_IMAGES:
         raise DataError("datasets.marks_differ_from_images", key=caption_column, marks=marks, images=images)
+
+
+def _list_systems(cell: Any) -> list[str]:
+    """Return the system message in the column `system` as a list, which is empty if the cell has no text."""
+    return [cell.strip()] if isinstance(cell, str) and cell.strip() else []
 
 
 def _list_answers(answers: Any, is_message: bool) -> Any:

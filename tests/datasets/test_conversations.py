@@ -402,3 +402,87 @@ def test_different_system_messages_in_a_file_need_a_decision(tmp_path):
     assert fault.fields["value"] == 2
     assert len(read(tmp_path, rows, confirmed=["systems"], **CONVERSATION)) == 3
     assert len(read(tmp_path, [rows[0], rows[2]], **CONVERSATION)) == 2
+
+
+SYSTEM_LAYOUTS = {
+    "LLaMA-Factory": ({"images": PICTURES, "conversations": llava("A?", "x")}, CONVERSATION["columns"]),
+    "ms-swift": (
+        {"images": PICTURES, "query": "A?", "response": "x", "history": [["B?", "y"]]},
+        IMAGES | {"question": "query", "captions": "response", "history": "history"},
+    ),
+    "alpaca": (
+        {"images": PICTURES, "instruction": "A?", "input": "B.", "output": "x"},
+        IMAGES | {"question": "{instruction}\n{input}", "captions": "output"},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", SYSTEM_LAYOUTS)
+def test_a_column_of_system_messages_is_counted_and_not_stored(tmp_path, layout):
+    fields, columns = SYSTEM_LAYOUTS[layout]
+    (expected,) = read(tmp_path, [fields], columns=columns)
+    rows = [fields | {"system": text} for text in ("be brief", " be brief ", "", None, 7)]
+    write_json(tmp_path / "m.json", rows)
+    reading = pairs.read(tmp_path, manifest="m.json", split="train", columns=columns)
+    (row,) = reading
+    assert replace(row, source="") == replace(
+        expected, source="", references=expected.references * 5, raw_rows=5 * expected.raw_rows
+    )
+    assert reading.notes == ["the template of the model replaces 2 system messages of the conversations"]
+
+
+@pytest.mark.parametrize("layout", SYSTEM_LAYOUTS)
+def test_different_system_messages_in_a_column_need_a_decision(tmp_path, layout):
+    fields, columns = SYSTEM_LAYOUTS[layout]
+    rows = [fields | {"system": text} for text in ("be brief", "be long")]
+    with raises(DataError, "datasets.options_do_not_match", names=["systems"]) as refused:
+        read(tmp_path, rows, columns=columns)
+    (fault,) = refused.value.fields["faults"]
+    assert fault.code == "datasets.several_systems"
+    assert fault.fields["value"] == 2
+    assert read(tmp_path, rows, columns=columns, confirmed=["systems"])
+
+
+def test_the_same_message_in_a_conversation_and_in_the_column_counts_once(tmp_path):
+    talk = [{"from": "system", "value": "be brief"}, *llava("A?", "x")]
+    write_json(tmp_path / "m.json", [{"images": PICTURES, "conversations": talk, "system": "be brief"}])
+    reading = pairs.read(tmp_path, manifest="m.json", split="train", **CONVERSATION)
+    assert [row.fault for row in reading] == [None]
+    assert reading.notes == ["the template of the model replaces 1 system message of the conversations"]
+    with raises(DataError, "datasets.options_do_not_match", names=["systems"]):
+        read(tmp_path, [{"images": PICTURES, "conversations": talk, "system": "be long"}], **CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    ("column", "counted"),
+    [({"system": "prompt"}, True), ({}, False), ({"system": None}, False)],
+    ids=["named", "not named", "null"],
+)
+def test_another_column_has_system_messages_only_if_the_entry_names_it(tmp_path, column, counted):
+    rows = [{"images": PICTURES, "conversations": llava("A?", "x"), "prompt": text} for text in ("be brief", "be long")]
+    columns = CONVERSATION["columns"] | column
+    if counted:
+        with raises(DataError, "datasets.options_do_not_match", names=["systems"]):
+            read(tmp_path, rows, columns=columns)
+    else:
+        assert len(read(tmp_path, rows, columns=columns)) == 1
+
+
+def test_a_column_system_has_another_meaning_if_the_entry_says_null(tmp_path):
+    rows = [{"images": PICTURES, "conversations": llava("A?", "x"), "system": text} for text in ("solar", "sound")]
+    assert len(read(tmp_path, rows, columns=CONVERSATION["columns"] | {"system": None})) == 1
+
+
+def test_a_column_system_beside_captions_is_not_a_system_message(tmp_path):
+    rows = [{"before": "a.png", "after": f"{text}.png", "captions": "x", "system": text} for text in ("one", "two")]
+    write_json(tmp_path / "m.json", rows)
+    reading = pairs.read(tmp_path, manifest="m.json", split="train")
+    assert [row.references for row in reading] == [["x"], ["x"]]
+    assert reading.notes == []
+
+
+def test_a_column_of_system_messages_that_no_row_has_is_refused(tmp_path):
+    rows = [{"images": PICTURES, "conversations": llava("A?", "x")}]
+    with raises(DataError, "datasets.options_do_not_match", names=["columns"]) as refused:
+        read(tmp_path, rows, columns=CONVERSATION["columns"] | {"system": "sytem"})
+    assert [fault.code for fault in refused.value.fields["faults"]] == ["datasets.unknown_column"]
