@@ -33,6 +33,7 @@ from m3diff.images.enlarge import enlarge
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.contract import Takes
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES
 from m3diff.models.sample_limits import TrainedOn, answerable_images, fault_of_sample
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, ValueFault, cause_of, shell_word
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 MAX_LISTED_NAMES = 5
 EXPECTED_INPUT = Fault("serving.expected_input")
 BATCH_INPUTS = 8
-MAX_PREPARED_BYTES = 1 << 30  # bytes of prepared images from which a batch gets no further input
 GAP_PX = 12  # width of the gap between the two images of an overlay
 IMAGE_COLUMN = "image"
 QUESTION_COLUMN = "question"
@@ -466,19 +466,21 @@ def _answer_batch(
     """
     outputs: dict[int, CaptionOutput] = {}
     samples: dict[int, LoadedSample] = {}
-    prepared_bytes = 0
+    sample_bytes = 0
     for position, item in enumerate(inputs):
         sample = _load_sample(captioner, item, max_pixels, overlay is not None)
         if isinstance(sample, Fault):
             outputs[position] = CaptionOutput(item, None, sample)
             continue
         samples[position] = sample
-        prepared_bytes += sample.prepared.nbytes
-        if prepared_bytes >= MAX_PREPARED_BYTES:
+        sample_bytes += sample.nbytes
+        del sample  # otherwise, its images would stay in memory while the next ones are prepared
+        if sample_bytes >= MAX_PREPARED_BYTES:
             outputs |= _answer_samples(captioner, inputs, samples, overlay, input_count)
             samples.clear()
-            prepared_bytes = 0
+            sample_bytes = 0
     outputs |= _answer_samples(captioner, inputs, samples, overlay, input_count)
+    samples.clear()
     for position in range(len(inputs)):
         yield outputs[position]
 
@@ -489,7 +491,7 @@ class LoadedSample(NamedTuple):
     Attributes:
         turns: the turns of the dialogue, of which the last is to be answered.
         prepared: the images, prepared by the model's processor.
-        images: the images for the overlay. Empty if no overlay is drawn.
+        images: the images for the overlay, in their own sizes. Empty if no overlay is drawn.
         group: number of images and length of the prompt. Samples of a group are answered together, without padding.
     """
 
@@ -497,6 +499,11 @@ class LoadedSample(NamedTuple):
     prepared: "Prepared"
     images: tuple[Image.Image, ...]
     group: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the prepared images and of the images for the overlay in bytes."""
+        return self.prepared.nbytes + sum(3 * image.width * image.height for image in self.images)
 
 
 def _load_sample(
