@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from m3diff.models.contract import Prepared, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import pad_prompts
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_bytes
 from m3diff.models.sample_limits import TrainedOn, fault_of_sample
 from m3diff.records.errors import Fault
 from m3diff.records.sample import Turn
@@ -135,6 +136,20 @@ class Captioner:
         mean_maps = saliency_maps.mean(self.model, recorded_maps, len(tokens))
         # numpy does not support bfloat16
         return answers, mean_maps.float().cpu().numpy().astype(np.float16)
+
+    def answer_in_parts(self, prepared: Iterable[Prepared], dialogues: Sequence[Sequence[Turn]]) -> list[str]:
+        """Return the answer to the last question of each dialogue. See `answer`.
+
+        Args:
+            prepared: the image set of each dialogue. If it is an iterator that prepares them, it is stopped whenever
+                the image sets take MAX_PREPARED_BYTES, until these are answered.
+            dialogues: the turns of each dialogue.
+        """
+        answers: list[str] = []
+        for part in split_by_bytes(prepared, MAX_PREPARED_BYTES):
+            answers_of_part, _ = self.answer(part, dialogues[len(answers) : len(answers) + len(part)])
+            answers += answers_of_part
+        return answers
 
 
 def load_captioner(
