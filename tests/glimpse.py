@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from m3diff.models.contract import Takes
 from m3diff.models.family import Family, separate_rows
 from m3diff.models.prepared import Prepared
 from m3diff.models.settings import Settings
@@ -260,6 +261,7 @@ FAMILY = Family(
     lora_targets={"llm": r"llm\.transformer\.h\.\d+\.attn\.(c_attn|c_proj)"},
     classes=classes,
     faults=faults,
+    takes=Takes(fixed_marks=False),
     packing=separate_rows,
     model_types=(MODEL_TYPE,),
 )

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from m3diff.images.open import load_image
 from m3diff.models.checkpoint import ADAPTERS, read_manifest
+from m3diff.models.device import Device
 from m3diff.models.generation import Captioner, load_captioner
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, ParamsError
 from m3diff.records.sample import Turn
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.serving.caption import CaptionInput, answer_inputs
@@ -21,6 +25,9 @@ from m3diff.settings.compute import Compute
 from m3diff.settings.tree import Params
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import predict
+from m3diff.stages.train.batches import Loader, read_training_samples
+from m3diff.stages.train.loop import Training
+from m3diff.stages.train.sample_checks import check_samples
 from tests.errors import raises
 from tests.stages.train.toy import COMPUTE, Trained, pair_rows, recipe, run
 from tests.tiny import colour_image
@@ -104,6 +111,59 @@ def test_predict_answers_each_record_as_if_it_were_alone(trained, captioner):
 def input_of(images: list[str], question: str | None = None, history: Any = ()) -> CaptionInput:
     turns = tuple(Turn(**turn) for turn in history)
     return CaptionInput("name", tuple(Path(image) for image in images), question, turns)
+
+
+def test_prompts_of_different_lengths_are_answered_without_padding_in_their_order(captioner, monkeypatch):
+    pairs = [[colour_image(number, shape), colour_image(number + 9, shape)] for number, shape in enumerate(SHAPES)]
+    pairs.append([colour_image(7, SHAPES[0]), colour_image(8, SHAPES[0])])
+    generate = captioner.model.generate
+    batches = []
+
+    def record(**inputs: Any) -> Any:
+        assert inputs["attention_mask"].all(), "a prompt is padded"
+        batches.append(len(inputs["input_ids"]))
+        return generate(**inputs)
+
+    monkeypatch.setattr(captioner.model, "generate", record)
+    answers = captioner.caption(pairs)
+    assert batches == [2, 1, 2], "the second and third shape have 8 and 4 tokens an image, the last one also 4"
+    assert answers == [captioner.caption([pair])[0] for pair in pairs]
+    assert len(set(answers)) > 1
+
+
+def test_a_sample_is_measured_with_the_tokens_of_its_own_images(trained, captioner):
+    samples = read_training_samples(trained.folder / "mixture")
+    processor = captioner.processor
+    lengths = []
+    for row in range(len(samples)):
+        prepared = processor.prepare(load_image(*image) for image in samples.images(row))
+        (*_, turn) = samples.turns(row)
+        prompt = processor.encode_prompt(samples.turns(row), prepared.marks)
+        lengths.append(len(prompt) + len(processor.encode_answer(turn.answer)))
+    takes = captioner.family.takes
+    longest = max(lengths)
+    check_samples(samples, "glimpse", takes, processor, max_tokens=longest)
+    with raises(ParamsError, "train.sample_too_long", value=longest, limit=longest - 1):
+        check_samples(samples, "glimpse", takes, processor, max_tokens=longest - 1)
+    with raises(ParamsError, "train.sample_too_long"):  # with the marks of square images, it would be refused
+        check_samples(samples, "glimpse", replace(takes, fixed_marks=True), processor, max_tokens=longest)
+
+
+def test_training_counts_the_tokens_of_its_own_images(trained, captioner):
+    """The FLOPs of a step follow from these lengths."""
+    samples = read_training_samples(trained.folder / "mixture")
+    loader = Loader(samples, captioner.processor, captioner.family.packing(), 1, Device(False, "fp32"))
+    rows = [1, 3]
+    training: Any = SimpleNamespace(
+        family=captioner.family,
+        processor=captioner.processor,
+        loader=loader,
+        schedule=SimpleNamespace(samples=samples),
+    )
+    for row in rows:
+        prepared = captioner.processor.prepare(load_image(*image) for image in samples.images(row))
+        assert Training._marks_of_row(training, row) == prepared.marks
+        assert prepared.marks != captioner.processor.marks(len(prepared.marks))
 
 
 def test_its_adapters_give_the_answers_of_the_merged_model(trained, captioner):

@@ -35,11 +35,15 @@ class Takes:
         images: possible numbers of images in an image set.
         questions: whether the answer depends on the question.
         turns: whether a question can have turns before it.
+        fixed_marks: whether the marks of an image set depend only on its number of images. Otherwise, they also depend
+            on the images, for example on their size, and `Processor.marks` returns those of the largest number of
+            tokens.
     """
 
     images: tuple[int, ...] = (0, 1, 2)
     questions: bool = True
     turns: bool = True
+    fixed_marks: bool = True
 
 
 class Processor(Protocol):
@@ -78,7 +82,10 @@ class Processor(Protocol):
         """Return a prepared pair of black images, for micro-batches without a pair."""
 
     def marks(self, images: int) -> tuple[str, ...]:
-        """Return the marks of an image set with this number of images (see `Prepared`)."""
+        """Return the marks of an image set with this number of images (see `Prepared`).
+
+        If the marks depend on the images (`Takes.fixed_marks`), these are the marks of the largest number of tokens.
+        """
 
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of the prompt for the answer to the last question, exactly as generation gets it.

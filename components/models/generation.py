@@ -16,7 +16,7 @@ from m3diff.models.contract import Prepared, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import pad_prompts
-from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_bytes
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, group_by_shape, split_by_bytes
 from m3diff.models.sample_limits import TrainedOn, fault_of_sample
 from m3diff.records.errors import Fault
 from m3diff.records.sample import Turn
@@ -104,7 +104,8 @@ class Captioner:
 
         Args:
             prepared: the image set of each dialogue, from the processor's `prepare`.
-            dialogues: the turns of each dialogue. If their prompts differ in length, they are padded on the left.
+            dialogues: the turns of each dialogue. Those with prompts of the same length and the same number of images
+                are answered together. No prompt is padded, so the samples do not affect each other's answers.
             saliency: whether to return maps that show where the model looks for differences. All image sets must then
                 be pairs.
 
@@ -112,10 +113,26 @@ class Captioner:
             An answer for each dialogue, and the maps, [pairs, rows, columns] float16 over the patch grid, each with
             sum 1. The maps are None if `saliency` is false or the family has no maps.
         """
-        device = self.model.device
         prompts = []
         for images, turns in zip(prepared, dialogues, strict=True):
             prompts.append(self.encode_prompt(turns, images.marks))
+        answers = [""] * len(prompts)
+        maps: list[Any] = [None] * len(prompts)
+        for positions in group_by_shape(prepared, prompts):
+            prepared_group = [prepared[position] for position in positions]
+            prompt_group = [prompts[position] for position in positions]
+            answers_of_group, maps_of_group = self._answer_group(prepared_group, prompt_group, saliency)
+            for number, position in enumerate(positions):
+                answers[position] = answers_of_group[number]
+                maps[position] = None if maps_of_group is None else maps_of_group[number]
+        has_maps = saliency and self.family.maps is not None
+        return answers, np.stack(maps) if has_maps else None
+
+    def _answer_group(
+        self, prepared: Sequence[Prepared], prompts: Sequence[Sequence[int]], saliency: bool
+    ) -> tuple[list[str], np.ndarray | None]:
+        """Return the answers and maps of samples with prompts of the same length. See `answer`."""
+        device = self.model.device
         inputs = {name: tensor.to(device) for name, tensor in pad_prompts(prompts, self.processor.pad_id).items()}
         inputs |= self.processor.image_inputs(self.processor.collate(prepared), device)
         decoding = {

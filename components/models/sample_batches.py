@@ -1,4 +1,4 @@
-"""Limit the memory that the prepared images of a batch take.
+"""Choose the samples that are answered together, and limit the memory that their prepared images take.
 
 The families here resize every image to the size of their encoder, so that a batch takes a few megabytes. A family that
 keeps the size of an image needs up to 144 MB for a picture of 12 million pixels, and a batch of pairs then takes many
@@ -8,12 +8,25 @@ change no answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from m3diff.models.prepared import Prepared
 
 # Bytes of prepared images from which no further image is prepared before the others are answered
 MAX_PREPARED_BYTES = 1 << 30
+
+
+def group_by_shape(prepared: Sequence[Prepared], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Group the positions of samples that have the same number of images and prompts of the same length.
+
+    The groups and the positions in each group have the order of the samples. Callers that form batches before they
+    prepare images use `Processor.marks`, with which the prompts of most families have their true length, so their
+    batches stay whole. If the number of visual tokens depends on the images (`Takes.fixed_marks`), a batch is split.
+    """
+    positions_by_shape: dict[tuple[int, int], list[int]] = {}
+    for position, (images, prompt) in enumerate(zip(prepared, prompts, strict=True)):
+        positions_by_shape.setdefault((len(images.marks), len(prompt)), []).append(position)
+    return list(positions_by_shape.values())
 
 
 def split_by_bytes(prepared: Iterable[Prepared], max_bytes: int) -> Iterator[list[Prepared]]:

@@ -8,13 +8,20 @@ import pytest
 from m3diff.models import generation
 from m3diff.models.generation import Captioner
 from m3diff.models.prepared import Prepared
-from m3diff.models.sample_batches import split_by_bytes
+from m3diff.models.sample_batches import group_by_shape, split_by_bytes
 from m3diff.records.sample import Turn
 from tests.prepared_sets import SET_BYTES, PreparedSets
 
 
 def prepare(sets: PreparedSets, count: int) -> Iterator[Prepared]:
     return (sets.prepare(["image"]) for _ in range(count))
+
+
+def test_samples_with_the_same_number_of_images_and_length_of_prompt_are_a_group():
+    pair, image = Prepared({}, ("a", "a")), Prepared({}, ("aa",))
+    prepared = [pair, image, pair, pair, image]
+    prompts = [(1, 2), (1, 2), (3, 4), (1, 2, 3), (5, 6)]
+    assert group_by_shape(prepared, prompts) == [[0, 2], [1, 4], [3]]
 
 
 @pytest.mark.parametrize(

@@ -375,7 +375,8 @@ def split_into_batches(
 ) -> list[list[PredictionItem]]:
     """Split the items into batches of at most `size` items with prompts of the same length.
 
-    Prompts of equal length need no padding, so the items do not affect each other's answers.
+    Prompts of equal length need no padding, so the items do not affect each other's answers. `Captioner.answer` splits
+    a batch in which they differ because the number of visual tokens depends on the images.
 
     Raises:
         DataError: a question cannot be encoded.

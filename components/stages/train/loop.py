@@ -234,11 +234,16 @@ class Training:
         token_counts = []
         supervised_counts = []
         for rows in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
-            marks = self.processor.marks(len(self.schedule.samples.images(rows[0])))
-            sequence = pack([self.loader.encode(rows, marks)])
+            sequence = pack([self.loader.encode(rows, self._marks_of_row(int(rows[0])))])
             token_counts.append(sequence.tokens)
             supervised_counts.append(len(sequence.labels))
         return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
+
+    def _marks_of_row(self, row: int) -> tuple[str, ...]:
+        """Return the marks of the images of a row. The images are prepared only if the marks depend on them."""
+        if self.family.takes.fixed_marks:
+            return self.processor.marks(len(self.schedule.samples.images(row)))
+        return self.loader.prepare_images(row, None).marks
 
     def count_flops_per_step(self, lengths: MeanLengths) -> float:
         """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""

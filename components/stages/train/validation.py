@@ -162,7 +162,8 @@ class Validation:
         """Answer the records that start at these rows and return the answers by row number.
 
         All prompts of a batch have the same length, so none needs padding and the records do not affect each other's
-        answers.
+        answers. `Captioner.answer` splits a batch in which they differ because the number of visual tokens depends on
+        the images.
         """
         own_rows = first_rows if self.needs_equal_forwards else first_rows[self.rank :: self.ranks]
         model.eval()
