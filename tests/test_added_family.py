@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from m3diff.images.open import load_image
+from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import ADAPTERS, read_manifest
 from m3diff.models.device import Device
 from m3diff.models.generation import Captioner, load_captioner
@@ -26,7 +27,7 @@ from m3diff.settings.tree import Params
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import predict
 from m3diff.stages.train.batches import Loader, read_training_samples
-from m3diff.stages.train.loop import Training
+from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.sample_checks import check_samples
 from tests.errors import raises
 from tests.stages.train.toy import COMPUTE, Trained, pair_rows, recipe, run
@@ -177,3 +178,11 @@ def test_overlays_are_refused_before_anything_is_answered(trained, captioner):
     images = [str(image) for image in sorted((trained.folder / "images").iterdir())[:2]]
     with raises(DataError, "serving.no_saliency_maps"):
         next(answer_inputs(captioner, [input_of(images)], trained.folder / "overlay.png"))
+
+
+def test_a_missing_member_is_reported_before_training(trained, monkeypatch):
+    training = recipe(trained.folder / "base", model=glimpse_settings(), **CHANGES)
+    model_class, _ = FAMILIES["glimpse"].classes()
+    monkeypatch.delattr(model_class, "blank_images")
+    with raises(ParamsError, "models.member_missing", family="glimpse", value="Glimpse", names=["blank_images"]):
+        prepare_model(training.cfg, training.model, training.compute, FAMILIES["glimpse"])
