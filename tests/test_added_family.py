@@ -150,21 +150,23 @@ def test_a_sample_is_measured_with_the_tokens_of_its_own_images(trained, caption
         check_samples(samples, "glimpse", replace(takes, fixed_marks=True), processor, max_tokens=longest)
 
 
-def test_training_counts_the_tokens_of_its_own_images(trained, captioner):
+def test_training_counts_the_tokens_of_separate_rows_with_their_own_images(trained, captioner):
     """The FLOPs of a step follow from these lengths."""
     samples = read_training_samples(trained.folder / "mixture")
-    loader = Loader(samples, captioner.processor, captioner.family.packing(), 1, Device(False, "fp32"))
-    rows = [1, 3]
-    training: Any = SimpleNamespace(
-        family=captioner.family,
-        processor=captioner.processor,
-        loader=loader,
-        schedule=SimpleNamespace(samples=samples),
-    )
-    for row in rows:
-        prepared = captioner.processor.prepare(load_image(*image) for image in samples.images(row))
-        assert Training._marks_of_row(training, row) == prepared.marks
-        assert prepared.marks != captioner.processor.marks(len(prepared.marks))
+    packing = captioner.family.packing()
+    loader = Loader(samples, captioner.processor, packing, 1, Device(False, "fp32"))
+    rows = np.array([1, 2])  # two samples of the second pair, whose first image has 8 tokens
+    training = Training.__new__(Training)
+    training.family = captioner.family
+    training.processor = captioner.processor
+    training.loader = loader
+    training.packing = packing
+    training.schedule = SimpleNamespace(samples=samples, epoch=lambda epoch: [rows])  # type: ignore[assignment]
+    batch: Any = packing.batch(loader.read([(rows, 1)]), captioner.processor, loader.device)
+    lengths = training.measure_lengths()
+    assert lengths.rows == 2
+    assert lengths.tokens == batch.attention_mask.sum() / 2
+    assert lengths.supervised_tokens == len(batch.labels) / 2
 
 
 def test_its_adapters_give_the_answers_of_the_merged_model(trained, captioner):

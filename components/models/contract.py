@@ -284,7 +284,14 @@ class PackedBatch(Protocol):
 
 
 class Packing(Protocol):
-    """Trains several branches on the same images in one pass. Loss and gradients equal those of separate passes."""
+    """Trains several branches on the same images in one pass. Loss and gradients equal those of separate passes.
+
+    Attributes:
+        shares_prompts: whether the branches of a sequence are one row, in which their common tokens and images are
+            processed once. Otherwise, each branch is a row of its own.
+    """
+
+    shares_prompts: bool
 
     def batch(self, sequences: Sequence[TrainingSequence], processor: Processor, device: Device) -> Any:
         """Return a `PackedBatch` for the device. If the device is a GPU, its tensors are in pinned memory."""

@@ -234,6 +234,8 @@ class MaskedRows:
     another packing, such as `m3diff.models.separate_rows.SeparateRows`.
     """
 
+    shares_prompts = True
+
     def __init__(self) -> None:
         self.is_checked = False
 

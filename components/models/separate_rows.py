@@ -65,6 +65,8 @@ class SeparateBatch:
 class SeparateRows:
     """Packing in which each branch is a row with its own copy of the images."""
 
+    shares_prompts = False
+
     def batch(self, sequences: Sequence[TrainingSequence], processor: Processor, device: Device) -> SeparateBatch:
         """Return a micro-batch; see `Packing.batch`.
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from m3diff.records.errors import data_error_if_unreadable
 
@@ -142,7 +142,7 @@ def is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def is_lazy_mapping(node: ast.AST) -> bool:
+def is_lazy_mapping(node: ast.AST) -> TypeGuard[ast.Call]:
     """Return whether an expression creates a `LazyMapping`, such as the list of model families.
 
     Its modules are left out of the digest of the file. The digests of a stage contain the files of the modules that the

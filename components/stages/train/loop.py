@@ -87,15 +87,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class MeanLengths:
-    """The mean length of a sequence, in tokens.
+    """The mean length of the rows that the family's packing makes of a sequence, in tokens.
 
     Attributes:
-        tokens: all tokens, including visual tokens.
-        supervised_tokens: tokens that count in the loss.
+        tokens: all tokens of a row, including visual tokens.
+        supervised_tokens: tokens of a row that count in the loss.
+        rows: number of rows per sequence: 1 if its branches share their prompt.
     """
 
     tokens: float
     supervised_tokens: float
+    rows: float = 1.0
 
 
 def prepare_model(
@@ -233,11 +235,19 @@ class Training:
         """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
         token_counts = []
         supervised_counts = []
-        for rows in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
-            sequence = pack([self.loader.encode(rows, self._marks_of_row(int(rows[0])))])
-            token_counts.append(sequence.tokens)
-            supervised_counts.append(len(sequence.labels))
-        return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
+        sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES]
+        for rows in sequences:
+            branches = self.loader.encode(rows, self._marks_of_row(int(rows[0])))
+            branches_by_row = [branches] if self.packing.shares_prompts else [[branch] for branch in branches]
+            for row in branches_by_row:
+                packed = pack([row])
+                token_counts.append(packed.tokens)
+                supervised_counts.append(len(packed.labels))
+        return MeanLengths(
+            tokens=float(np.mean(token_counts)),
+            supervised_tokens=float(np.mean(supervised_counts)),
+            rows=len(token_counts) / len(sequences),
+        )
 
     def _marks_of_row(self, row: int) -> tuple[str, ...]:
         """Return the marks of the images of a row. The images are prepared only if the marks depend on them."""
@@ -249,8 +259,8 @@ class Training:
         """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
         model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
         terms = self.family.count_flops(model, self.family, lengths.tokens, lengths.supervised_tokens)
-        flops_per_sequence = sum(term.total for term in terms)
-        return self.schedule.global_batch * flops_per_sequence
+        flops_per_row = sum(term.total for term in terms)
+        return self.schedule.global_batch * lengths.rows * flops_per_row
 
     def print_size(self, lengths: MeanLengths, flops_per_step: float) -> None:
         """Print the number of sequences, tokens, steps, parameters and FLOPs of the run."""
@@ -258,6 +268,8 @@ class Training:
         sequences = len(schedule.epoch(0))
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
+        tokens_per_sequence = lengths.rows * lengths.tokens
+        supervised_tokens = lengths.rows * lengths.supervised_tokens
         has_only_pairs = self.trained_on()["images"] == [2]
         image_set = "pair" if has_only_pairs else "image set"
         answer = "reference" if has_only_pairs else "sample"
@@ -268,8 +280,8 @@ class Training:
             f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
             f"{format_count(len(schedule.samples), answer)}, packed into "
             f"{format_count(sequences, 'sequence')} per epoch",
-            f"about {format_count(round(lengths.tokens * sequences), 'token')} per epoch: {lengths.tokens:.1f} per "
-            f"sequence, of which {lengths.supervised_tokens:.1f} are supervised",
+            f"about {format_count(round(tokens_per_sequence * sequences), 'token')} per epoch: "
+            f"{tokens_per_sequence:.1f} per sequence, of which {supervised_tokens:.1f} are supervised",
             f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
             f"{format_count(schedule.steps, 'step')}",
             f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",
