@@ -21,7 +21,7 @@ class FamilyCase:
         settings: () -> the settings.
         base_weights: part of the names of weights that every base has.
         trained_weights: part of the names of weights that every trained model has.
-        encoder: name of the vision encoder in the model; empty if its runs are not counted.
+        encoder: name of the vision encoder in the model; empty if the family has no saliency maps.
         has_stock_class: whether transformers has a class for the base.
         has_linear_adapters: whether the adapted layers are `nn.Linear`, for which there is a fused kernel.
         has_module: whether the family adds a module that a base lacks.

@@ -125,8 +125,7 @@ class Captioner:
             for number, position in enumerate(positions):
                 answers[position] = answers_of_group[number]
                 maps[position] = None if maps_of_group is None else maps_of_group[number]
-        has_maps = saliency and self.family.maps is not None
-        return answers, np.stack(maps) if has_maps else None
+        return answers, None if maps[0] is None else np.stack(maps)
 
     def _answer_group(
         self, prepared: Sequence[Prepared], prompts: Sequence[Sequence[int]], saliency: bool

@@ -297,6 +297,7 @@ def test_captions_are_those_of_greedy_decoding_by_hand_in_any_batch(case):
 
 
 def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case):
+    assert (case.family.maps is not None) == bool(case.facts.encoder)
     if case.family.maps is None:
         pytest.skip("the family has no saliency maps")
     captioner = load_captioner(case.checkpoint, 5)

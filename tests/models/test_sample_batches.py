@@ -18,7 +18,8 @@ def prepare(sets: PreparedSets, count: int) -> Iterator[Prepared]:
 
 
 def test_samples_with_the_same_number_of_images_and_length_of_prompt_are_a_group():
-    pair, image = Prepared({}, ("a", "a")), Prepared({}, ("aa",))
+    pair = Prepared({}, ("a", "a"))
+    image = Prepared({}, ("aa",))
     prepared = [pair, image, pair, pair, image]
     prompts = [(1, 2), (1, 2), (3, 4), (1, 2, 3), (5, 6)]
     assert group_by_shape(prepared, prompts) == [[0, 2], [1, 4], [3]]
