@@ -494,7 +494,8 @@ def model_flops(size: Size, variant: Variant) -> float:
     """Return the FLOPs of the forward and backward passes over all captions, without recomputation."""
     lengths = list(chain.from_iterable(size.sequence_lengths(variant)))
     supervised = size.supervised_tokens / len(lengths)
-    terms = M3DIFF.flops(meta_model(size.config, M3DIFF, size.settings), sum(lengths) / len(lengths), supervised)
+    model = meta_model(size.config, M3DIFF, size.settings)
+    terms = M3DIFF.count_flops(model, M3DIFF, sum(lengths) / len(lengths), supervised)
     return len(lengths) * sum(term.total for term in terms)
 
 

@@ -4,6 +4,7 @@ import itertools
 import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from m3diff.settings.section import ParamsError, Section
 from m3diff.settings.tree import Params
 from m3diff.stages.convert.stage import load_questions
 from tests.errors import raises
-from tests.toy import REPOSITORY
+from tests.toy import REPOSITORY, run
 
 PROFILES = REPOSITORY / "profiles"
 SECTIONS = [field.alias or name for name, field in Params.model_fields.items()]
@@ -37,10 +38,18 @@ PROFILE_NAMES += ["one-gpu", "onediff", "paper-letter", "paper", "small"]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
 
 
+@cache
+def tracked_profiles() -> list[str]:
+    """Return the names of the files that git tracks, without the profiles that a user of this checkout has written."""
+    return [Path(name).name for name in run(REPOSITORY, "git", "ls-files", "profiles").splitlines()]
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(PROFILES, "profiles")
+    (tmp_path / "profiles").mkdir()
+    for name in tracked_profiles():
+        shutil.copy(PROFILES / name, tmp_path / "profiles")
     return tmp_path / "profiles"
 
 

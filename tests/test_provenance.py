@@ -95,6 +95,24 @@ def test_only_a_change_of_meaning_changes_the_digest(change: str, tmp_path: Path
     assert (code.digest_file(tmp_path / "before.py") == code.digest_file(tmp_path / "after.py")) == same
 
 
+@pytest.mark.parametrize(
+    ("original", "changed", "is_equal"),
+    [
+        ('LazyMapping("FAMILY", {"a": "x.a"})', 'LazyMapping("FAMILY", {"a": "x.a", "new": "x.new"})', True),
+        ('LazyMapping("FAMILY", {"a": "x.a"})', 'LazyMapping("OTHER", {"a": "x.a"})', False),
+        ('Mapping("FAMILY", {"a": "x.a"})', 'Mapping("FAMILY", {"a": "x.a", "new": "x.new"})', False),
+    ],
+    ids=["a line", "an attribute", "another mapping"],
+)
+def test_a_line_in_a_list_of_modules_changes_no_digest(original, changed, is_equal, tmp_path):
+    """A new model family does not make the training of the others out of date."""
+    digests = []
+    for text in (original, changed):
+        (tmp_path / "list.py").write_text(text)
+        digests.append(code.digest_file(tmp_path / "list.py"))
+    assert (digests[0] == digests[1]) == is_equal
+
+
 def test_the_description_of_a_setting_changes_no_digest(tmp_path: Path) -> None:
     source = Path(train_params.__file__)
     description = train_params.Train.field_descriptions()["epochs"]

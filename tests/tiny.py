@@ -113,24 +113,6 @@ def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | 
     return OneDiffSettings("onediff", module_settings, Lora(rank=rank, alpha=4), RATES | without | rates)
 
 
-CASES = ("m3diff", "m3diff without a module", "m3diff difference", "onediff", "onediff on LLaVA-1.5")
-CASES += ("blip2idc", "blip2idc on Qwen2")
-
-
-def tiny(case: str, folder: Path) -> tuple[Path, Any]:
-    """Write the base of one of CASES to `folder`. Return the base and settings for training on it."""
-    from tests.models.llava15 import write_llava15
-    from tests.tiny_blip2 import blip2_settings, tiny_blip2
-
-    if case.startswith("blip2idc"):
-        return tiny_blip2(folder, "qwen2" if "Qwen2" in case else "opt"), blip2_settings()
-    # of this seed it says no token twice
-    base = write_llava15(folder) if "1.5" in case else tiny_base(folder, 2, first_release="without" in case)
-    if case.startswith("onediff"):
-        return base, onediff_settings(VDM | (SEPARATE | {"projection": "shared"} if "1.5" in case else {}))
-    return base, tiny_settings({"m3diff difference": DIFFERENCE, "m3diff": MDP}.get(case))
-
-
 def tiny_trained(base: Path, settings: M3DiffSettings, seed: int = 1) -> torch.nn.Module:
     """Return a model with adapters on `base`. Its trainable parameters differ from their initial values."""
     family = FAMILIES[settings.family]
@@ -183,7 +165,9 @@ def image_inputs(processor: Any, pairs: Sequence[Any]) -> dict[str, torch.Tensor
 
 def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, torch.Tensor]:
     """Return the inputs of `generate` for pairs of images, including those for LLaVA-OneVision's own class."""
-    prompts = [pair_prompt(processor, question) for question in questions]
+    prompts = []
+    for pair, question in zip(pairs, questions, strict=True):
+        prompts.append(processor.encode_prompt((Turn(question),), processor.prepare(pair).marks))
     inputs = pad_prompts(prompts, processor.pad_id) | image_inputs(processor, pairs)
     if "batch_num_images" in inputs:
         inputs["image_sizes"] = torch.full((2 * len(pairs), 2), processor.image_processor.side)

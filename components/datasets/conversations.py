@@ -4,6 +4,8 @@
     [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What changed?"}]},
      {"role": "assistant", "content": "the lamp is out"}]
 
+In a CSV file, the list is a JSON text in a cell. A Parquet file may also contain such texts.
+
 A conversation becomes a question, the answers to it, and the turns before it. A system message is not kept, because the
 template of a model has its own. An image mark (`<image>`) says where in the text an image is. Marks at the start of the
 first question are removed, because images come first by default. Marks elsewhere stay in the text.
@@ -14,15 +16,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from m3diff.datasets.files import describe
+from m3diff.datasets.files import describe, parse_json
 from m3diff.datasets.spec import unexpected
 from m3diff.records.errors import DataError
 from m3diff.records.sample import IMAGE_MARK
 
 LEADING_MARKS = re.compile(rf"(?:\s*{IMAGE_MARK})+\s*")
+# Columns that contain conversations in all of these forms, so that each of their cells must be one
+CONVERSATION_COLUMNS = ("conversations", "messages")
+# The beginning of a list of objects, as JSON or as Python prints it
+LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 USER_ROLES = ("human", "user")
 ASSISTANT_ROLES = ("gpt", "assistant")
 SYSTEM_ROLES = ("system",)
+# The column of LLaMA-Factory and ms-swift with the system message of a conversation, or of a question and an answer
+SYSTEM_COLUMN = "system"
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,40 @@ class Conversation:
     question: Any
     answers: Any
     systems: tuple[str, ...] = ()
+
+
+def parse_conversation(cell: Any, column: str) -> Any:
+    """Return the list of messages that a table cell contains as JSON text. Return any other cell unchanged.
+
+    A text in one of the CONVERSATION_COLUMNS must be JSON; if it is empty, the cell has no value, and None is returned.
+    A text in another column may also be a caption, so it is parsed only if it begins as a list of objects.
+
+    Raises:
+        DataError: the text is not valid JSON.
+    """
+    if not isinstance(cell, str):
+        return cell
+    must_be_conversation = column.split(".")[-1] in CONVERSATION_COLUMNS
+    if must_be_conversation and not cell.strip():
+        return None
+    if must_be_conversation or begins_as_conversation(cell):
+        return parse_json(cell, column=column)
+    return cell
+
+
+def begins_as_conversation(cell: Any) -> bool:
+    """Return whether a table cell is a text that begins as a list of objects, even if it cannot be read."""
+    return isinstance(cell, str) and LIST_OF_OBJECTS.match(cell) is not None
+
+
+def is_message(value: Any) -> bool:
+    """Return whether a value is a message of a conversation: an object with a role."""
+    return isinstance(value, Mapping) and ("from" in value or "role" in value)
+
+
+def is_turn(value: Any) -> bool:
+    """Return whether a value is a turn in a column `history`: a list with the texts of a question and its answer."""
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def is_conversation(value: Any) -> bool:
@@ -92,11 +134,13 @@ def read_conversation(messages: Sequence[Mapping[str, Any]], key: str) -> Conver
 
 
 def read_history(value: Any, key: str) -> tuple[tuple[Any, Any], ...]:
-    """Return the turns in a column `history` of LLaMA-Factory and ms-swift: a list of [question, answer].
+    """Return the turns in a column `history` of LLaMA-Factory and ms-swift: a list of [question, answer], or its JSON.
 
     Raises:
         DataError: the value is not such a list.
     """
+    if isinstance(value, str):
+        value = parse_json(value, column=key) if value.strip() else None
     if not value:
         return ()
     turns = value if isinstance(value, list) else [value]

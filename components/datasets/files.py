@@ -32,6 +32,8 @@ NAMES_OF_TYPES = {dict: "an object", list: "a list", str: "text", int: "a whole 
 ADDRESS = re.compile(r"(?!file:)([a-z][a-z0-9+.-]+://|data:)", re.IGNORECASE)
 # The beginning of a Windows path or a file:// URL, or a null byte, which no path can contain
 FOREIGN_PATH = re.compile(r"\\\\|[a-z]:[/\\]|file:|.*\0", re.IGNORECASE | re.DOTALL)
+# The beginning of a list of texts, as JSON or as Python prints it, or the whole of an empty list
+LIST_OF_TEXTS = re.compile(r"\s*\[\s*(?:[\"']|\]\s*$)")
 
 
 def fault_of_path(
@@ -130,21 +132,24 @@ def read_splits(path: Path, names: Sequence[str] = SPLITS) -> dict[str, list[Any
     return {split: splits[split] for split in names}
 
 
-def parse_json(text: str, path: Path | None = None) -> Any:
+def parse_json(text: str, path: Path | None = None, column: str | None = None) -> Any:
     """Return the JSON value of a text.
 
     Args:
-        path: the file that contains only this text; None if the text is one line of a file and the caller adds its
-            location.
+        path: the file that contains only this text; None if the text is one line of a file, or a table cell, and the
+            caller adds its location.
+        column: the column of the table cell; None if the text is a file or a line.
 
     Raises:
         DataError: the text is not valid JSON, or contains repeated keys or NaN.
     """
-    location: dict[str, Any] = {"key": "row"} if path is None else {"path": path}
+    location: dict[str, Any] = {"key": column or "row"} if path is None else {"path": path}
     try:
         return json.loads(text, object_pairs_hook=_require_unique_keys, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        if path is None:
+        if column is not None:
+            fault = Fault("datasets.invalid_json_in_cell", position=error.pos + 1, cause=error.msg)
+        elif path is None:
             fault = Fault("datasets.invalid_json_in_row", column=error.colno, cause=error.msg)
         else:
             fault = Fault("datasets.invalid_json", line=error.lineno, column=error.colno, cause=error.msg)
@@ -420,6 +425,21 @@ def parse_captions(value: Any) -> Any:
     except ValueError:
         return [value]
     return captions if isinstance(captions, list) else [value]
+
+
+def parse_images(cell: Any, column: str) -> Any:
+    """Return the list of images that a table cell contains as JSON text, None for an empty text, or any other cell.
+
+    A text that does not begin as a list of texts is the name of one image, even if it begins with a bracket.
+
+    Raises:
+        DataError: the text begins as a list, but is not valid JSON.
+    """
+    if not isinstance(cell, str):
+        return cell
+    if not cell.strip():
+        return None
+    return parse_json(cell, column=column) if LIST_OF_TEXTS.match(cell) else cell
 
 
 def pick(value: Any, path: str) -> Any:

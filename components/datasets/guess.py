@@ -14,14 +14,16 @@ from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
+from m3diff.datasets.conversations import SYSTEM_COLUMN, begins_as_conversation, is_conversation
 from m3diff.datasets.doubts import Doubt
 from m3diff.datasets.files import columns_in
 from m3diff.datasets.filters import SPLIT_ALIASES, plain_name, readings_of_splits, split_in_name
 from m3diff.datasets.order import words_in
 from m3diff.datasets.split_column import SplitChoice, choose_split_column, documented_columns
-from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, holds_images, read_sample
+from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, holds_images, is_image, read_sample
 from m3diff.datasets.text_columns import find_text_columns
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.sample import IMAGE_MARK
 from m3diff.records.schemas import SPLITS
 
 # Notes on the options that define how a file is divided into rows
@@ -183,8 +185,8 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
 
     values = sample.values()
     image_columns_by_field, doubts = _image_columns(root, path, values)
-    image_columns = {*image_columns_by_field.values()}
-    image_columns |= {name.split(".")[0] for name in image_columns_by_field.values()}
+    image_columns = {name for name in image_columns_by_field.values() if name is not None}
+    image_columns |= {name.split(".")[0] for name in image_columns}
     other_values = {
         name: column for name, column in values.items() if name not in image_columns and not holds_images(column)
     }
@@ -248,7 +250,7 @@ def _describe_columns(
         open_fields |= answer.get("columns", {}).keys()
     meanings = []
     for field_name, names in columns.items():
-        name = names if isinstance(names, str) else " and ".join(names)
+        name = names if isinstance(names, str) else " and ".join(names or ["no column"])
         if field_name not in open_fields and field_name != name:
             meanings.append(f"{field_name} is {name}")
     unused_columns = _unused_columns(rows, columns, doubts, [*split_columns, *unread_texts])
@@ -343,15 +345,40 @@ def _image_columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> t
     """
     image_columns = find_image_columns(root, values)
     images, doubts = _choose_first(image_columns.answers, image_columns.question)
+    images = images or _images_of_conversations(values)
     if not images:
         raise DataError("datasets.no_columns_of_images", path=path, columns=list(values))
     return images, doubts
 
 
+def _columns_of_conversations(values: Mapping[str, list[Any]]) -> list[str]:
+    """Return the columns that contain conversations, or texts that are meant to be conversations but cannot be read."""
+    return [
+        name
+        for name, column in values.items()
+        if any(is_conversation(value) or begins_as_conversation(value) for value in column)
+    ]
+
+
+def _images_of_conversations(values: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Return the column with the single images of conversations, `{images: null}` if they have no images, or {}.
+
+    Rows of such a table may have no image.
+    """
+    conversations = _columns_of_conversations(values)
+    if not conversations:
+        return {}
+    columns_of_images = [name for name, column in values.items() if any(map(is_image, column))]
+    if len(columns_of_images) == 1:
+        return {"images": columns_of_images[0]}
+    messages = str([values[name] for name in conversations])
+    return {} if columns_of_images or IMAGE_MARK in messages else {"images": None}
+
+
 def _text_columns(
     path: Path, values: Mapping[str, list[Any]], candidates: Mapping[str, list[Any]], split_columns: Sequence[str]
 ) -> tuple[dict[str, Any], list[Doubt], list[str]]:
-    """Find the columns with captions and questions.
+    """Find the columns with captions, questions and system messages.
 
     Return these columns by field, the questions to the user about them, and the text columns that are not read.
 
@@ -364,7 +391,12 @@ def _text_columns(
         DataError: no column contains captions.
     """
     task_doubts = _task_doubts(path, candidates)
-    text_columns = find_text_columns(candidates, {*PLAIN_FIELDS, *split_columns, *task_doubts})
+    columns_in_use = {*PLAIN_FIELDS, *split_columns, *task_doubts}
+    text_columns = find_text_columns(candidates, columns_in_use)
+    has_questions = any("question" in answer for answer in text_columns.answers)
+    has_systems = SYSTEM_COLUMN in candidates and bool(has_questions or _columns_of_conversations(values))
+    if has_systems:
+        text_columns = find_text_columns(candidates, {*columns_in_use, SYSTEM_COLUMN})
     if not text_columns.answers:
         raise DataError("datasets.no_column_of_captions", path=path, columns=list(values))
     columns, caption_doubts = _choose_first(
@@ -374,6 +406,8 @@ def _text_columns(
     if caption_doubts:
         # Which column contains the questions depends on the answer that the user chooses
         columns = {"captions": columns["captions"]}
+    if has_systems:
+        columns = {**columns, SYSTEM_COLUMN: SYSTEM_COLUMN}
     return columns, [*task_doubts.values(), *caption_doubts], text_columns.unread
 
 

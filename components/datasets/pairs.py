@@ -41,17 +41,22 @@ or in a column that `columns` names, or in several columns that a template joins
     {question: query, captions: answer, kind: question_type}
     {images: images, question: "{instruction}\\n{input}", captions: output, history: history}
 
-Such a row may have zero, one or two images, in the column `images`. `kind` names the kind of question, such as "count",
-for scores by kind. `history` lists the earlier questions and answers of a dialogue. Rows with the same images are one
-image set. If they also have the same question and history, they are one record whose answers are all right.
+Such a row may have zero, one or two images, in the column `images`. {images: null} means that no row has an image.
+`kind` names the kind of question, such as "count", for scores by kind. `history` lists the earlier questions and
+answers of a dialogue. Rows with the same images are one image set. If they also have the same question and history,
+they are one record whose answers are all right. A column `system` has the system message of a row with a question;
+{system: null} means that the column has another meaning.
+
+In a CSV file, the lists in the columns of images, histories and conversations are JSON texts. An empty cell of `images`
+means that the row has no image.
 
 `where`, `no_change` and `splits` compare values by meaning (`filters.py`): `no` matches "no", "FALSE", 0 and "0.0", and
 `0` matches "0.0", but a quoted "no" is a text. An option that is probably a mistake is refused unless it is listed in
 `confirmed`. For example, `where` or `no_change` may match no row or every row. Or the table may not contain the
 `separator`, a name in `splits`, or a name in `columns` that is optional or one of several. Or its conversations have
-different system messages, which are not read (`systems`). Captions that were probably not written by a person are
-counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes, repeats). Each kind that occurs in
-a test split must be confirmed. Change types such as "unchanged" or "No change" are read as `none`.
+different system messages, which are counted but not read (`systems`). Captions that were probably not written by a
+person are counted by kind (refusals, roles, chat, tokens, literals, markup, encoding, escapes, repeats). Each kind that
+occurs in a test split must be confirmed. Change types such as "unchanged" or "No change" are read as `none`.
 
 Paths are relative to the root. An absolute path or a file:// URL must point into the root. A Parquet file may contain
 the images, in the format of the `datasets` library (`Image`, or a list of these); ingest writes them to files next to
@@ -71,9 +76,11 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from m3diff.datasets.conversations import (
+    SYSTEM_COLUMN,
     Conversation,
     count_marks,
     is_conversation,
+    parse_conversation,
     read_conversation,
     read_history,
     without_leading_marks,
@@ -86,6 +93,7 @@ from m3diff.datasets.files import (
     fault_of_images,
     look_up,
     parse_captions,
+    parse_images,
     read_values,
 )
 from m3diff.datasets.filters import (
@@ -151,6 +159,7 @@ Columns = Mapping[
         "question",
         "history",
         "kind",
+        "system",
     ],
     Annotated[
         Annotated[Column, Tag("[column]")] | Annotated[tuple[Column, ...], Tag("[columns]")],
@@ -246,7 +255,7 @@ def read(
 
 def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:
     """Return the columns of each field according to the option `columns`; an empty tuple if a field has no column."""
-    documented_columns = {field: field for field in REQUIRED + OPTIONAL}
+    documented_columns = {field: field for field in (*REQUIRED, *OPTIONAL, SYSTEM_COLUMN)}
     columns_of_field: dict[str, tuple[str, ...]] = {}
     for field, names in (documented_columns | dict(columns)).items():
         columns_of_field[field] = (names,) if isinstance(names, str) else tuple(names or ())
@@ -255,7 +264,9 @@ def _columns_of_fields(columns: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]
 
 def _required_fields(columns_of_field: Mapping[str, tuple[str, ...]], with_split: bool) -> list[str]:
     """Return the fields that every row must have."""
-    image_fields = ["images"] if columns_of_field.get("images") else ["before", "after"]
+    image_fields = list(SIDES)
+    if "images" in columns_of_field:
+        image_fields = ["images"] if columns_of_field["images"] else []
     return [*image_fields, "captions", "split"] if with_split else [*image_fields, "captions"]
 
 
@@ -481,10 +492,10 @@ def _read_fields(
     """Return the values of a row by field, and the fault that makes the row unusable, or None.
 
     Besides the fields of the option `columns`, `images` are all images of the row, `image_column` is the value of the
-    column with the list of images, `question` is None if the row has captions, and `systems` are the system messages of
-    a conversation.
+    column with the list of images, `question` is None if the row has captions, and `systems` are the different system
+    messages in the conversation and in the column `system`.
     """
-    fields: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, *QUESTION_FIELDS))
+    fields: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, *QUESTION_FIELDS, SYSTEM_COLUMN))
     fields |= {"images": (None, None), "image_column": None, "history": (), "systems": ()}
     if isinstance(value, DataError):
         return fields, value.fault
@@ -493,18 +504,18 @@ def _read_fields(
     try:
         cells_of_field: dict[str, list[Any]] = {}
         for field, columns in columns_of_field.items():
-            cells = [look_up(value, column) for column in columns]
-            cells_of_field[field] = [cell for cell in cells if cell is not None]
-            fields[field] = next(iter(cells_of_field[field]), None)
-        captions = cells_of_field.get("captions", [])
-        if len(captions) > 1:
-            fields["captions"] = _join_captions(captions)
+            cells_of_field[field] = [look_up(value, column) for column in columns]
+            fields[field] = next((cell for cell in cells_of_field[field] if cell is not None), None)
+        image_cell = fields["images"] if "images" in columns_of_field else None
+        fields["image_column"] = parse_images(image_cell, " or ".join(columns_of_field.get("images", ())))
     except DataError as error:
-        return fields | {"images": (fields["before"], fields["after"]), "history": ()}, error.fault
+        # `captions` may be a conversation that is not yet read
+        values = {"images": (fields["before"], fields["after"]), "captions": None, "history": ()}
+        return fields | values, error.fault
     # before the question, so that a row is skipped by its number of images whatever else is wrong with it
-    fields["image_column"] = fields["images"]
     fields["images"] = _list_images(fields, columns_of_field)
     try:
+        fields["captions"] = _read_captions(columns_of_field["captions"], cells_of_field["captions"])
         _read_question(fields, columns_of_field)
     except DataError as error:
         return fields | {"captions": None, "history": ()}, error.fault
@@ -519,13 +530,26 @@ def _read_fields(
 
 
 def _list_images(fields: Mapping[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]) -> tuple[Any, ...]:
-    """Return the images of a row. A single image need not be in a list."""
-    if not columns_of_field.get("images"):
+    """Return the images of a row. A single image in the column `images` need not be in a list."""
+    if "images" not in columns_of_field:
         return (fields["before"], fields["after"])
-    images = fields["images"]
+    images = fields["image_column"]
     if images is None:
         return ()
     return tuple(images) if isinstance(images, list) else (images,)
+
+
+def _read_captions(columns: Sequence[str], cells: Sequence[Any]) -> Any:
+    """Return the captions or the conversation in the columns of a row. Captions of several columns are combined.
+
+    Raises:
+        DataError: a cell contains a conversation as a text that is not valid JSON.
+    """
+    values = [parse_conversation(cell, column) for column, cell in zip(columns, cells, strict=True)]
+    values = [value for value in values if value is not None]
+    if len(values) > 1:
+        return _join_captions(values)
+    return values[0] if values else None
 
 
 def _read_question(fields: dict[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]) -> None:
@@ -550,11 +574,16 @@ def _read_question(fields: dict[str, Any], columns_of_field: Mapping[str, tuple[
         "history": conversation.history,
         "question": conversation.question,
         "captions": _list_answers(conversation.answers, is_conversation(fields["captions"])),
-        "systems": conversation.systems,
+        "systems": tuple(dict.fromkeys([*_list_systems(fields[SYSTEM_COLUMN]), *conversation.systems])),
     }
     images = len(fields["images"])
     if marks not in (0, images) and images <= MOST_IMAGES:
         raise DataError("datasets.marks_differ_from_images", key=caption_column, marks=marks, images=images)
+
+
+def _list_systems(cell: Any) -> list[str]:
+    """Return the system message in the column `system` as a list, which is empty if the cell has no text."""
+    return [cell.strip()] if isinstance(cell, str) and cell.strip() else []
 
 
 def _list_answers(answers: Any, is_message: bool) -> Any:
@@ -570,10 +599,9 @@ def _fault_of_number_of_images(
     fields: Mapping[str, Any], columns_of_field: Mapping[str, tuple[str, ...]]
 ) -> Fault | None:
     """Return a fault if a row has too many images, or captions that do not describe two images. Otherwise, None."""
-    columns = columns_of_field.get("images", ())
-    if not columns:
+    if "images" not in columns_of_field:
         return None
-    key = " or ".join(columns)
+    key = " or ".join(columns_of_field["images"]) or "images"
     if fields["question"] is None:
         return fault_of_images(fields["image_column"], key)
     if len(fields["images"]) > MOST_IMAGES:

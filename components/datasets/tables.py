@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from m3diff.datasets.conversations import is_message, is_turn
 from m3diff.datasets.files import (
     DELIMITERS,
     SEP_LINE,
@@ -24,6 +25,7 @@ from m3diff.datasets.files import (
     columns_in,
     fault_of_images,
     look_up,
+    parse_images,
     parse_json,
     read_text,
     read_values,
@@ -62,7 +64,8 @@ class TableSample:
     def values(self) -> dict[str, list[Any]]:
         """Return the values of each column and of each path into objects, without nulls.
 
-        Names with braces are left out, because they would be read as templates.
+        Conversations, histories and lists of images that a CSV file contains as JSON text are lists. Names with braces
+        are left out, because they would be read as templates.
         """
         values: dict[str, list[Any]] = {}
         for row in self.rows:
@@ -76,8 +79,22 @@ class TableSample:
         values_without_nulls = {}
         for name, column in values.items():
             if "{" not in name and "}" not in name:
-                values_without_nulls[name] = [value for value in column if value is not None]
+                values_without_nulls[name] = [_parse_list(value) for value in column if value is not None]
         return values_without_nulls
+
+
+def _parse_list(cell: Any) -> Any:
+    """Return the messages, turns or images that a cell contains as JSON text. Return any other cell unchanged."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith("["):
+        return cell
+    try:
+        values = parse_json(cell)
+    except DataError:
+        return cell
+    if not values or not isinstance(values, list):
+        return cell
+    is_known_list = any(all(map(is_kind, values)) for is_kind in (is_message, is_turn, is_image))
+    return values if is_known_list else cell
 
 
 def read_sample(path: Path) -> TableSample:
@@ -282,7 +299,7 @@ def read_rows(table: Path, required: Sequence[str] = ()) -> Iterator[tuple[str, 
 
 
 def images_of(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[Any, Any]:
-    """Return the images before and after in a row, unchanged.
+    """Return the images before and after in a row. A list of both may be a JSON text.
 
     Args:
         location: file and line of the row for messages.
@@ -293,6 +310,8 @@ def images_of(location: str, row: Mapping[str, Any], columns: Mapping[str, str])
     """
     try:
         images_by_field = {field_name: look_up(row, column) for field_name, column in columns.items()}
+        if "images" in images_by_field:
+            images_by_field["images"] = parse_images(images_by_field["images"], columns["images"])
     except DataError as error:
         raise DataError(error.fault.at(path=location)) from error
     if "images" in images_by_field:

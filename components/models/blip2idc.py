@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from m3diff.models.contract import Prepared, Takes
-from m3diff.models.family import Family
+from m3diff.models.contract import Model, Prepared, Processor, Takes
+from m3diff.models.family import MAPS_OF_MODEL, Family
 from m3diff.models.settings import Fields, Settings
 from m3diff.records.errors import Fault
 
@@ -97,7 +97,7 @@ class Blip2IDCSettings(Settings):
         return True
 
 
-def classes() -> tuple[Any, Any]:
+def classes() -> tuple[type[Model], type[Processor]]:
     """Return the model class and the processor class."""
     from m3diff.models.blip2idc_model import Blip2IDCForConditionalGeneration, Blip2IDCProcessor
 
@@ -140,6 +140,7 @@ FAMILY = Family(
     classes=classes,
     faults=faults,
     takes=Takes(images=(2,), questions=False, turns=False),
+    maps=MAPS_OF_MODEL,
     augment=augment,
     prompt_tokens=1.0,
     model_types=("blip-2",),

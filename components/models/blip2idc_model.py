@@ -71,12 +71,12 @@ class Blip2IDCConfig(Blip2Config):
         return super().to_dict() | {"architectures": [BLIP2]}
 
     @classmethod
-    def from_folder(cls, folder: str, module: None) -> Blip2IDCConfig:
+    def from_folder(cls, folder: str, module: dict[str, Any] | None) -> Blip2IDCConfig:
         """Read the configuration from the folder of a BLIP-2 model."""
         return cls.from_pretrained(folder, trust_remote_code=False)
 
     @classmethod
-    def for_published_base(cls, name: str, module: None) -> Blip2IDCConfig:
+    def for_published_base(cls, name: str, module: dict[str, Any] | None) -> Blip2IDCConfig:
         """Return the published base's configuration for planning: transformers' defaults with OPT-2.7B's shapes."""
         text_config = {
             "model_type": "opt",
@@ -238,7 +238,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # accepts only a folder
-        cls, folder: str | Path, *, config: Blip2IDCConfig | None = None, module: None = None, **kwargs: Any
+        cls, folder: str | Path, *, config: Any = None, module: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
         """Load a BLIP-2 model from the safetensors files in a folder.
 

@@ -40,7 +40,7 @@ from m3diff.models.tuning import (
     is_adapter,
     merge_adapters,
     read_adapter_config,
-    suppress_renaming_warning,
+    suppress_adapter_warnings,
     trainable_names,
     unwrap_model,
 )
@@ -385,17 +385,20 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> list
     `lora/` has peft's layout. `tuned.safetensors` contains the fully trained weights and the new parts.
 
     Raises:
-        CheckpointError: a trained weight is missing from the saved files.
+        CheckpointError: a trained weight is missing from the saved files, or the adapters' configuration could not be
+            loaded again.
     """
     if is_adapted(model):
         for lora in model.peft_config.values():
             lora.base_model_name_or_path = os.path.relpath(base, folder)
         model.save_pretrained(str(folder / LORA), save_embedding_layers=False)
         (folder / LORA / "README.md").unlink(missing_ok=True)
-        config = folder / LORA / "adapter_config.json"
+        config = folder / LORA / ADAPTER_CONFIG
         # peft records the Python module of the model's class, which is not needed to load the weights
         fields = json.loads(config.read_text()) | {"auto_mapping": None}
         config.write_text(json.dumps(fields, indent=2, sort_keys=True))
+        # a configuration that cannot be loaded must end the run that writes it, and not a later command
+        read_adapter_config(config)
     trained_names = trainable_names(model)
     tuned_weights = {}
     for name, weight in unwrap_model(model).named_parameters():
@@ -552,7 +555,7 @@ def _load_adapters(
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         _check_file(lora / name)
     config = read_adapter_config(lora / ADAPTER_CONFIG)
-    with suppress_renaming_warning():
+    with suppress_adapter_warnings():
         adapted_model = PeftModel.from_pretrained(model, str(lora), config=config, autocast_adapter_dtype=False)
     return merge_adapters(adapted_model)
 

@@ -2,9 +2,11 @@
 
 A family's processor prepares the images of an image set once. Any number of questions is then encoded around them.
 Packing combines several questions and answers about the same images into one sequence, so that the images and the
-shared part of the prompts are processed only once. `m3diff.models.family.Family` defines the rest of a family.
+shared part of the prompts are processed only once. `ModelConfig` and `Model` list what the rest of the project uses of
+a transformers model. `m3diff.models.family.Family` defines the rest of a family.
 
-This file imports torch and Pillow only for type checkers.
+`m3diff.models.conformity` checks these protocols when a model is loaded for training. This file imports torch and
+Pillow only for type checkers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from m3diff.models.prepared import Prepared
 from m3diff.records.sample import Turn
@@ -33,11 +35,15 @@ class Takes:
         images: possible numbers of images in an image set.
         questions: whether the answer depends on the question.
         turns: whether a question can have turns before it.
+        fixed_marks: whether the marks of an image set depend only on its number of images. Otherwise, they also depend
+            on the images, for example on their size, and `Processor.marks` returns those of the largest number of
+            tokens.
     """
 
     images: tuple[int, ...] = (0, 1, 2)
     questions: bool = True
     turns: bool = True
+    fixed_marks: bool = True
 
 
 class Processor(Protocol):
@@ -46,6 +52,15 @@ class Processor(Protocol):
     tokenizer: Any
     places_images: bool
     """Whether an image can be anywhere in a prompt. Otherwise, all images come first."""
+
+    @classmethod
+    def of_folder(cls, folder: str, config: Any) -> Self:
+        """Load the processor from the folder of a trained model or a base.
+
+        Args:
+            folder: the folder. Load from it with the literal argument `trust_remote_code=False`.
+            config: the `ModelConfig` of the model.
+        """
 
     @property
     def pad_id(self) -> int:
@@ -67,7 +82,10 @@ class Processor(Protocol):
         """Return a prepared pair of black images, for micro-batches without a pair."""
 
     def marks(self, images: int) -> tuple[str, ...]:
-        """Return the marks of an image set with this number of images (see `Prepared`)."""
+        """Return the marks of an image set with this number of images (see `Prepared`).
+
+        If the marks depend on the images (`Takes.fixed_marks`), these are the marks of the largest number of tokens.
+        """
 
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of the prompt for the answer to the last question, exactly as generation gets it.
@@ -97,8 +115,136 @@ class Processor(Protocol):
     def decode(self, tokens: Tensor) -> list[str]:
         """Decode generated token ids, [B, tokens], into texts without special tokens and surrounding whitespace."""
 
-    def save_pretrained(self, folder: str | Path) -> Any:
+    def save_pretrained(self, folder: str | Path, /) -> Any:
         """Write the files of the processor to a folder."""
+
+
+class ModelConfig(Protocol):
+    """The configuration of a model, a transformers `PreTrainedConfig`.
+
+    The file of a family registers the class of the configuration with `AutoConfig.register`, because `AutoTokenizer`
+    reads config.json to find the class of the tokenizer.
+    """
+
+    @property
+    def name_or_path(self) -> Any:
+        """Name of the published model, or the folder that the configuration was read from."""
+
+    @property
+    def image_token_index(self) -> Any:
+        """Id of the token that represents a visual token in a prompt."""
+
+    @property
+    def image_tokens(self) -> int:
+        """Number of visual tokens per pair. If the number depends on the images, the largest number."""
+
+    def get_text_config(self) -> Any:
+        """Return the configuration of the LLM, whose `num_hidden_layers` is the number of its layers."""
+
+    @classmethod
+    def from_folder(cls, folder: str, module: dict[str, Any] | None) -> Self:
+        """Read the configuration from the folder of a trained model or a base.
+
+        Args:
+            folder: the folder.
+            module: settings of the family's module, which are used if config.json contains none. None adds no module.
+        """
+
+    @classmethod
+    def for_published_base(cls, name: str, module: dict[str, Any] | None) -> Self:
+        """Return the configuration of a published base, so that `m3diff plan` needs no folder.
+
+        Args:
+            name: name of the base's folder. If it is unknown, the configuration is that of the family's usual base.
+            module: see `from_folder`.
+        """
+
+
+class Model(Protocol):
+    """A model, a transformers `PreTrainedModel`.
+
+    `forward` takes FORWARD_ARGUMENTS and the result of the processor's `image_inputs`, by name, and returns an object
+    with `logits`.
+    """
+
+    generation_config: Any
+    config_class: Any
+    """The `ModelConfig` class of the model."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    @property
+    def config(self) -> Any:
+        """The `ModelConfig` of the model."""
+
+    @property
+    def device(self) -> Any:
+        """Device of the model."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        /,
+        *,
+        config: Any = None,
+        module: dict[str, Any] | None = None,
+        dtype: Any = None,
+        attn_implementation: Any = None,
+        trust_remote_code: bool = False,
+    ) -> Any:
+        """Load a trained model, or a base with a new module, from safetensors files.
+
+        Args:
+            folder: folder of the model.
+            config: configuration of the model. By default, it is read from the folder.
+            module: settings of the family's module if the folder is a base, which may lack the module's weights.
+            dtype: data type of the weights.
+            attn_implementation: attention of the model or of each of its parts, as in transformers.
+            trust_remote_code: always False. Call transformers' function with the literal `trust_remote_code=False`.
+
+        Raises:
+            DataError: weights are missing or have the wrong shape.
+        """
+
+    @staticmethod
+    def blank_images(config: Any, device: Any) -> dict[str, Tensor]:
+        """Return zeros in the shape of the image inputs of one pair with `config.image_tokens` visual tokens.
+
+        Args:
+            config: the `ModelConfig`.
+            device: device of the images, such as "meta". Tensors whose values the model reads are on the CPU.
+        """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the tokens of prompts and answers, [B, tokens].
+
+        Args:
+            args: empty.
+            kwargs: the prompts, padded on the left, as `input_ids` and `attention_mask`, [B, tokens], the image inputs,
+                and options of transformers' `generate`.
+        """
+
+    def get_input_embeddings(self) -> Any:
+        """Return the layer that embeds tokens."""
+
+    def get_output_embeddings(self) -> Any:
+        """Return the language-model head."""
+
+    def save_pretrained(self, folder: Any, /) -> Any:
+        """Write config.json and the weights to a folder."""
+
+
+# Arguments of the model's `forward`. All are passed by name:
+#
+# input_ids, attention_mask: [B, T], as in transformers, or one row with the mask of a packing.
+# position_ids: [B, T]; position of each token. By default, tokens are numbered from 0.
+# tokens: copy of `input_ids` on the CPU, where image tokens can be found without waiting for a GPU. A model may ignore
+#     it. Visual tokens beyond the image tokens belong to a blank pair, and must get a gradient of zero.
+# use_cache: always False, except in `generate`.
+# logits_to_keep: number of last positions with logits. With the packing `masked_rows`, also a mask [1, T] bool; the
+#     logits are then [kept positions, vocabulary].
+FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "tokens", "use_cache", "logits_to_keep")
 
 
 class Branch(NamedTuple):
@@ -138,7 +284,14 @@ class PackedBatch(Protocol):
 
 
 class Packing(Protocol):
-    """Trains several branches on the same images in one pass. Loss and gradients equal those of separate passes."""
+    """Trains several branches on the same images in one pass. Loss and gradients equal those of separate passes.
+
+    Attributes:
+        shares_prompts: whether the branches of a sequence are one row, in which their common tokens and images are
+            processed once. Otherwise, each branch is a row of its own.
+    """
+
+    shares_prompts: bool
 
     def batch(self, sequences: Sequence[TrainingSequence], processor: Processor, device: Device) -> Any:
         """Return a `PackedBatch` for the device. If the device is a GPU, its tensors are in pinned memory."""

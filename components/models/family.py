@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m3diff.models.contract import Packing, Prepared, Processor, Takes
+from m3diff.models.contract import Model, Packing, Prepared, Processor, Takes
 from m3diff.models.decoding import decode_greedily
 from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.settings import Settings
@@ -56,10 +56,53 @@ class Contribution:
 
 
 def masked_rows() -> Packing:
-    """Return the packing of families whose models have fused attention kernels."""
+    """Return the packing for models that are loaded with the attention of `m3diff.models.fused`."""
     from m3diff.models.masks import MaskedRows
 
     return MaskedRows()
+
+
+def separate_rows() -> Packing:
+    """Return the packing for all other models. It is slower, because branches share nothing."""
+    from m3diff.models.separate_rows import SeparateRows
+
+    return SeparateRows()
+
+
+@dataclass(frozen=True)
+class SaliencyMaps:
+    """Functions that compute where a model looks for differences while it generates answers about pairs.
+
+    Attributes:
+        record: (model) -> context manager that returns a list. Each forward pass within the block may append maps to
+            it.
+        mean: (model, recorded list, number of pairs) -> maps, [pairs, rows, columns] over the patch grid of an image,
+            each with sum 1.
+    """
+
+    record: Callable[[Any], AbstractContextManager[list[Tensor]]]
+    mean: Callable[[Any, list[Tensor], int], Tensor]
+
+
+# The maps of models with the methods `record_maps` and `mean_map`
+MAPS_OF_MODEL = SaliencyMaps(
+    record=lambda model: model.record_maps(),
+    mean=lambda model, maps, pairs: model.mean_map(maps, pairs),
+)
+
+
+def use_fused_kernels(model: Any, activation_checkpointing: str) -> None:
+    """Switch a model to fused kernels, in place; see `make_fused`. Layers without such a kernel stay as they are."""
+    from m3diff.models.fused import make_fused
+
+    make_fused(model, activation_checkpointing)
+
+
+def count_products(model: Any, family: Family, tokens: float, supervised_tokens: float) -> list[Term]:
+    """Return the FLOPs of each part for one training sequence; see `count_flops`."""
+    from m3diff.models.flops import count_flops
+
+    return count_flops(model, family, tokens, supervised_tokens)
 
 
 @dataclass(frozen=True)
@@ -73,7 +116,7 @@ class Family:
         lora_targets: part -> regular expression that matches the full names of the linear layers that get adapters
             (rank above 0) or are trained in full (rank 0). The other weights of the part are frozen. Parts without an
             entry are trained in full.
-        classes: () -> the model class (a transformers PreTrainedModel, see `llava.py`) and the processor class.
+        classes: () -> the model class and the processor class; see `Model` and `Processor` in `contract.py`.
         faults: (settings, the base's config.json or None) -> reasons why the settings do not fit the base.
         unused_parameters: prefixes of parameters that are never trained because the model does not use them.
         contribution: how to measure the contribution of the module in training, or None if it is not measured.
@@ -82,7 +125,13 @@ class Family:
         whole_parts_without_adapters: parts of `lora_targets` in which rank 0 trains all weights instead of only the
             matching linear layers.
         takes: the samples that the family can process.
-        packing: () -> how several branches about the same images are trained in one pass.
+        packing: () -> how several branches about the same images are trained in one pass: `masked_rows`,
+            `separate_rows`, or a packing of the family.
+        maps: how to compute saliency maps, or None if the model has none.
+        fuse: (model, `compute.activation_checkpointing`) -> None. Switches the model to fused kernels and switches
+            activation checkpointing, in place.
+        count_flops: (model from `meta_model`, family, tokens of a sequence, supervised tokens) -> the FLOPs of one
+            training sequence with one pair.
         augment: (settings, prepared images of an image set, random generator) -> the augmented images, as new tensors
             of the same shapes. The generator depends only on the seed, epoch and sequence, so a resumed run sees the
             same images on any number of workers. Validation and prediction do not use this function. None if the
@@ -98,7 +147,7 @@ class Family:
     settings: type[Settings]
     parts: Mapping[str, tuple[str, ...]]
     lora_targets: Mapping[str, str]
-    classes: Callable[[], tuple[Any, Any]]
+    classes: Callable[[], tuple[type[Model], type[Processor]]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[Fault]]
     unused_parameters: tuple[str, ...] = ()
     contribution: Contribution | None = None
@@ -106,6 +155,9 @@ class Family:
     whole_parts_without_adapters: tuple[str, ...] = ()
     takes: Takes = Takes()
     packing: Callable[[], Packing] = masked_rows
+    maps: SaliencyMaps | None = None
+    fuse: Callable[[Any, str], None] = use_fused_kernels
+    count_flops: Callable[[Any, Family, float, float], list[Term]] = count_products
     augment: Callable[[Any, Prepared, np.random.Generator], Prepared] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
     prompt_tokens: float | None = None
@@ -200,18 +252,6 @@ class Family:
             refuse_foreign_code(base)
             return config_class.from_folder(str(base), module_fields(settings))
         return config_class.for_published_base(base.name, module_fields(settings))
-
-    def flops(self, model: Any, tokens: float, supervised_tokens: float) -> list[Term]:
-        """Return the FLOPs of each part for one training sequence; see `count_flops`."""
-        from m3diff.models.flops import count_flops
-
-        return count_flops(model, self, tokens, supervised_tokens)
-
-    def fuse(self, model: Any, activation_checkpointing: str) -> None:
-        """Switch a model to fused kernels, in place; see `make_fused`."""
-        from m3diff.models.fused import make_fused
-
-        make_fused(model, activation_checkpointing)
 
 
 def module_fields(settings: Settings) -> dict[str, Any] | None:

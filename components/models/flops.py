@@ -6,7 +6,7 @@ the gradient of its weight if this weight is trained.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +15,17 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
+
+from m3diff.records.errors import ParamsError
 
 # Name of the term for adapters. A merged model does not have them.
 ADAPTERS = "LoRA"
+
+# Layers whose product is counted. transformers' Conv1D is GPT-2's linear layer, with a transposed weight.
+COUNTED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
+
+MAX_EXAMPLES = 5  # maximum number of layers that an error message lists
 
 
 @dataclass
@@ -64,6 +72,9 @@ class FlopsCounter(TorchFunctionMode):
 
     Attention is assigned to the part of the linear layer that ran last.
 
+    Raises:
+        ParamsError: a trained layer is of another class than COUNTED_LAYERS.
+
     Attributes:
         terms: term name -> FLOPs.
         last_part: part of the linear layer that ran last.
@@ -85,12 +96,13 @@ class FlopsCounter(TorchFunctionMode):
             f"{name}." for name, module in modules.items() if isinstance(module, GradientCheckpointingLayer)
         )
         for name, module in modules.items():
-            if isinstance(module, nn.Linear | nn.Conv2d):
+            if isinstance(module, COUNTED_LAYERS):
                 part = family.part_of(f"{name}.")
                 term = "head" if module is model.get_output_embeddings() else part
                 if ".lora_" in name:
                     term = ADAPTERS
                 self.layers[module] = CountedLayer(term, part, name.startswith(checkpointed_prefixes))
+        require_counted_layers(modules)
 
     def count_product(self, module: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
         """Count the product of a linear layer, and remember the layer's part. Used as a global forward hook."""
@@ -99,7 +111,8 @@ class FlopsCounter(TorchFunctionMode):
             return
         self.last_part = layer.part
         self.is_recomputed = layer.is_recomputed
-        rows = output.numel() / len(module.weight)
+        width = module.nf if isinstance(module, Conv1D) else len(module.weight)
+        rows = output.numel() / width
         gradients = inputs[0].requires_grad + module.weight.requires_grad
         self.add(layer.term, 2 * module.weight.numel() * rows, gradients)
 
@@ -128,6 +141,29 @@ class FlopsCounter(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def require_counted_layers(modules: Mapping[str, nn.Module]) -> None:
+    """Check that the products of all trained layers are counted.
+
+    A layer is recognised by its parameter `weight`. A matrix with another name may be an input, such as the queries of
+    a Q-Former. Layers with adapters need no check, because peft supports only counted layers and embeddings.
+
+    Args:
+        modules: the modules of a model, by name.
+
+    Raises:
+        ParamsError: the product of a layer is not counted.
+    """
+    names = []
+    for name, module in modules.items():
+        weight = getattr(module, "weight", None)
+        is_trained_matrix = isinstance(weight, nn.Parameter) and weight.requires_grad and weight.dim() > 1
+        if is_trained_matrix and not isinstance(module, (*COUNTED_LAYERS, nn.Embedding)):
+            names.append(name)
+    if names:
+        classes = sorted({type(modules[name]).__name__ for name in names})
+        raise ParamsError("models.layer_not_counted", value=len(names), names=names[:MAX_EXAMPLES], classes=classes)
+
+
 def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float) -> list[Term]:
     """Count the FLOPs of one sequence with one image pair, and return the terms that are not zero.
 
@@ -136,6 +172,9 @@ def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float
         family: the model's `Family`.
         tokens: length of the sequence in tokens, including visual tokens.
         supervised_tokens: number of tokens for which the head computes logits.
+
+    Raises:
+        ParamsError: a trained layer is not counted.
     """
     length = round(tokens)
     config = model.config

@@ -62,6 +62,16 @@ def choose_attention(
     return choice
 
 
+class PackedAttention:
+    """Counts how often attention followed a packed row, so that a model that ignores the packing can be found.
+
+    Attributes:
+        calls: number of calls of `attend` with a layout or a BlockMask since the program started.
+    """
+
+    calls = 0
+
+
 @dataclass(frozen=True)
 class Layout:
     """Mapping between the row of T tokens and rectangles.
@@ -123,9 +133,11 @@ def attend(
         The output, [1, T, heads, d], and None in place of the attention weights.
     """
     if isinstance(attention_mask, BlockMask):
+        PackedAttention.calls += 1
         return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    PackedAttention.calls += 1
     return attend_in_rectangles(query, key, value, layout, scaling), None
 
 
@@ -375,7 +387,8 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
             kept_positions: positions of the supervised tokens. If set, the last layer returns
                 [1, supervised tokens, D].
         """
-        if not self.training:
+        # This implementation is for a single row. Separate rows (`SeparateRows`) use the stock one
+        if not self.training or len(hidden_states) > 1:
             arguments: dict[str, Any] = {
                 "position_embeddings": position_embeddings,
                 "attention_mask": attention_mask,
@@ -510,13 +523,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def does_folding_pay(model: nn.Module) -> bool:
-    """Return whether folding the adapters into the weights reduces the FLOPs. Always False if a weight is not fp32.
+    """Return whether folding the adapters into the weights reduces the FLOPs.
+
+    Always False if an adapted weight is not fp32, or if an adapted layer is not an `nn.Linear`.
 
     Per token, a training step takes 6 in out FLOPs with folded adapters, and 4 in out + 6 r (in + out) with separate
     adapters.
     """
     linears: list[Any] = [module for module in model.modules() if isinstance(module, LoraLinear)]
     if not linears or any(linear.weight.dtype != torch.float32 for linear in linears):
+        return False
+    if not all(wraps_linear(linear) for linear in linears):
         return False
     saved_flops = 0
     extra_flops = 0
@@ -525,6 +542,15 @@ def does_folding_pay(model: nn.Module) -> bool:
         saved_flops += 6 * rank * (linear.in_features + linear.out_features)
         extra_flops += 2 * linear.in_features * linear.out_features
     return extra_flops < saved_flops
+
+
+def wraps_linear(adapted_layer: Any) -> bool:
+    """Return whether a layer with an adapter of peft is an `nn.Linear`.
+
+    peft uses the same class for GPT-2's Conv1D, whose weight is transposed. With a square weight, `AdaptedLinear` would
+    compute wrong outputs without an error.
+    """
+    return isinstance(adapted_layer.base_layer, nn.Linear)
 
 
 FUSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
@@ -543,7 +569,8 @@ def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", s
 
     If folding reduces the FLOPs and nothing is recomputed, the adapters are folded into the weights, and a SigLIP
     encoder computes queries, keys and values in one product. Otherwise, the adapters' outputs are added to the outputs
-    of the linear layers, and the vision encoder uses transformers' implementation.
+    of the linear layers, and the vision encoder uses transformers' implementation. An adapter of a layer that is not an
+    `nn.Linear` stays peft's.
 
     Args:
         model: the model to change.
@@ -555,6 +582,7 @@ def make_fused(model: PreTrainedModel, activation_checkpointing: str = "none", s
     for module in model.modules():
         stock_class = STOCK_CLASSES.get(type(module), type(module))
         stays_stock = stock or (stock_class is SiglipEncoderLayer and not folds_adapters)
+        stays_stock |= stock_class is LoraLinear and not wraps_linear(module)
         module.__class__ = stock_class if stays_stock else FUSED_CLASSES.get(stock_class, stock_class)
         if isinstance(module, FusedDecoderLayer):
             module.is_selective = activation_checkpointing == "selective"

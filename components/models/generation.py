@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from m3diff.models.contract import Prepared, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import pad_prompts
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, group_by_shape, split_by_bytes
 from m3diff.models.sample_limits import TrainedOn, fault_of_sample
 from m3diff.records.errors import Fault
 from m3diff.records.sample import Turn
@@ -109,18 +110,34 @@ class Captioner:
 
         Args:
             prepared: the image set of each dialogue, from the processor's `prepare`.
-            dialogues: the turns of each dialogue. If their prompts differ in length, they are padded on the left.
+            dialogues: the turns of each dialogue. Those with prompts of the same length and the same number of images
+                are answered together. No prompt is padded, so the samples do not affect each other's answers.
             saliency: whether to return maps that show where the model looks for differences. All image sets must then
                 be pairs.
 
         Returns:
             An answer for each dialogue, and the maps, [pairs, rows, columns] float16 over the patch grid, each with
-            sum 1. The maps are None if `saliency` is false.
+            sum 1. The maps are None if `saliency` is false or the family has no maps.
         """
-        device = self.model.device
         prompts = []
         for images, turns in zip(prepared, dialogues, strict=True):
             prompts.append(self.encode_prompt(turns, images.marks))
+        answers = [""] * len(prompts)
+        maps: list[Any] = [None] * len(prompts)
+        for positions in group_by_shape(prepared, prompts):
+            prepared_group = [prepared[position] for position in positions]
+            prompt_group = [prompts[position] for position in positions]
+            answers_of_group, maps_of_group = self._answer_group(prepared_group, prompt_group, saliency)
+            for number, position in enumerate(positions):
+                answers[position] = answers_of_group[number]
+                maps[position] = None if maps_of_group is None else maps_of_group[number]
+        return answers, None if maps[0] is None else np.stack(maps)
+
+    def _answer_group(
+        self, prepared: Sequence[Prepared], prompts: Sequence[Sequence[int]], saliency: bool
+    ) -> tuple[list[str], np.ndarray | None]:
+        """Return the answers and maps of samples with prompts of the same length. See `answer`."""
+        device = self.model.device
         inputs = {name: tensor.to(device) for name, tensor in pad_prompts(prompts, self.processor.pad_id).items()}
         inputs |= self.processor.image_inputs(self.processor.collate(prepared), device)
         decoding = {
@@ -129,15 +146,32 @@ class Captioner:
             "eos_token_id": self.processor.end_id,
             "pad_token_id": self.processor.pad_id,
         }
-        recording = self.model.record_maps() if saliency else nullcontext()
-        with recording as maps:
+        saliency_maps = self.family.maps if saliency else None
+        recording: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if saliency_maps is not None:
+            recording = saliency_maps.record(self.model)
+        with recording as recorded_maps:
             tokens = self.model.generate(**inputs, **decoding)
         answers = self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
-        if maps is None:
+        if saliency_maps is None:
             return answers, None
-        mean_maps = self.model.mean_map(maps, len(tokens))
+        mean_maps = saliency_maps.mean(self.model, recorded_maps, len(tokens))
         # numpy does not support bfloat16
         return answers, mean_maps.float().cpu().numpy().astype(np.float16)
+
+    def answer_in_parts(self, prepared: Iterable[Prepared], dialogues: Sequence[Sequence[Turn]]) -> list[str]:
+        """Return the answer to the last question of each dialogue. See `answer`.
+
+        Args:
+            prepared: the image set of each dialogue. If it is an iterator that prepares them, it is stopped whenever
+                the image sets take MAX_PREPARED_BYTES, until these are answered.
+            dialogues: the turns of each dialogue.
+        """
+        answers: list[str] = []
+        for part in split_by_bytes(prepared, MAX_PREPARED_BYTES):
+            answers_of_part, _ = self.answer(part, dialogues[len(answers) : len(answers) + len(part)])
+            answers += answers_of_part
+        return answers
 
 
 def load_captioner(

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from m3diff.models.family import MODULE_UPDATE_RATIO, Contribution, Family, module_fields
+from m3diff.models.contract import Model, Processor
+from m3diff.models.family import MAPS_OF_MODEL, MODULE_UPDATE_RATIO, Contribution, Family, module_fields
 from m3diff.models.settings import MDPConfig, ModuleByKind, ModuleConfig, Settings
 from m3diff.records.errors import Fault
 
@@ -55,7 +56,7 @@ def llava_parts(module: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def classes() -> tuple[Any, Any]:
+def classes() -> tuple[type[Model], type[Processor]]:
     """Return the model class and the processor class."""
     from transformers import AutoConfig
 
@@ -168,6 +169,7 @@ FAMILY = Family(
     faults=faults,
     unused_parameters=UNUSED_PARAMETERS,
     contribution=CONTRIBUTION,
+    maps=MAPS_OF_MODEL,
     new_parts=("module",),
     model_types=("m3diff", "llava_onevision"),
 )

@@ -20,7 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from m3diff.models.contract import Branch, Processor, TrainingSequence
 from m3diff.models.device import Device
-from m3diff.models.fused import FLEX_BLOCK, Layout
+from m3diff.models.fused import FLEX_BLOCK, Layout, PackedAttention
+from m3diff.records.errors import ParamsError
 from m3diff.records.sample import PAIR
 
 PREFIX = 0
@@ -226,7 +227,17 @@ class RowBatch:
 
 
 class MaskedRows:
-    """Packing in one row with an attention mask. It requires the fused attention of `m3diff.models.fused`."""
+    """Packing in one row with an attention mask. It requires the fused attention of `m3diff.models.fused`.
+
+    A model whose layers ignore the layout or the mask would attend to other sequences and to later tokens, without an
+    error. The first forward pass therefore counts the layers that follow the packing. A model with other layers needs
+    another packing, such as `m3diff.models.separate_rows.SeparateRows`.
+    """
+
+    shares_prompts = True
+
+    def __init__(self) -> None:
+        self.is_checked = False
 
     def batch(self, sequences: Sequence[TrainingSequence], processor: Processor, device: Device) -> RowBatch:
         """Return a micro-batch; see `Packing.batch`.
@@ -253,9 +264,14 @@ class MaskedRows:
         return RowBatch(packed.map_tensors(device.pin), images, device.pin(weight_of_token), layout)
 
     def logits(self, model: Any, batch: RowBatch, processor: Processor, device: Device) -> Tensor:
-        """Return the logits of the supervised tokens; see `Packing.logits`."""
+        """Return the logits of the supervised tokens; see `Packing.logits`.
+
+        Raises:
+            ParamsError: a layer of the model ignores the packing.
+        """
         packed = batch.packed
-        return model(
+        calls_before = PackedAttention.calls
+        logits = model(
             input_ids=device.move(packed.input_ids),
             position_ids=device.move(packed.position_ids),
             # these two stay on the CPU, so that looking up positions in them does not wait for the GPU
@@ -265,3 +281,24 @@ class MaskedRows:
             **batch.attention_inputs(device),
             **processor.image_inputs(batch.images, device.torch),
         ).logits
+        if not self.is_checked:
+            require_packed_attention(model, PackedAttention.calls - calls_before)
+            self.is_checked = True
+        return logits
+
+
+def require_packed_attention(model: Any, layers: int) -> None:
+    """Check that each layer of an LLM followed the packing.
+
+    Args:
+        model: the model, or DeepSpeed's engine around it.
+        layers: number of layers that followed the packing in one forward pass.
+
+    Raises:
+        ParamsError: there are fewer such layers than the LLM has. A layer without attention counts too, because its
+            state would pass from one sequence to the next.
+    """
+    unwrapped_model = getattr(model, "module", model)  # DeepSpeed's engine has a `config` of its own
+    expected_layers = unwrapped_model.config.get_text_config(decoder=True).num_hidden_layers
+    if layers < expected_layers:
+        raise ParamsError("models.packing_ignored", value=layers, expected=expected_layers)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from m3diff.models.family import Family
+from m3diff.models.contract import Model, Processor
+from m3diff.models.family import MAPS_OF_MODEL, Family
 from m3diff.models.m3diff import (
     LORA_TARGETS,
     SIGLIP_SO400M,
@@ -47,7 +48,7 @@ class OneDiffSettings(Settings):
     module: VDMConfig | None
 
 
-def classes() -> tuple[Any, Any]:
+def classes() -> tuple[type[Model], type[Processor]]:
     """Return the model class and the processor class."""
     from transformers import AutoConfig
 
@@ -102,6 +103,7 @@ FAMILY = Family(
     unused_parameters=UNUSED_PARAMETERS,
     new_parts=("module",),
     whole_parts_without_adapters=("llm",),
+    maps=MAPS_OF_MODEL,
     base_files=base_files,
     model_types=("onediff", "llava_onevision", "llava"),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -178,7 +178,7 @@ class M3DiffProcessor(TextProcessor, ProcessorMixin):  # type: ignore[misc]  # `
         self.end_id = end
 
     @classmethod
-    def of_folder(cls, folder: str, config: Any) -> M3DiffProcessor:
+    def of_folder(cls, folder: str, config: Any) -> Self:
         """Load the processor from the folder of a trained model or a LLaVA base.
 
         Args:

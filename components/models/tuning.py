@@ -19,7 +19,8 @@ from m3diff.models.foreign_code import CheckpointError, read_json
 from m3diff.records.errors import ValueFault
 
 # Fields of adapter_config.json that `prepare_for_training` sets. All other fields have peft's defaults.
-ADAPTER_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias")
+# peft itself sets `fan_in_fan_out`, which is true if the adapted layers are GPT-2's Conv1D.
+ADAPTER_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "fan_in_fan_out")
 # Fields in which peft records the origin of adapters. They do not affect the weights, so this project ignores them.
 ADAPTER_RECORDS = (
     "auto_mapping",
@@ -77,7 +78,7 @@ def prepare_for_training(model: Any, family: Family, settings: Settings) -> Any:
             target_modules="|".join(targets.values()),
             bias="none",
         )
-        with suppress_renaming_warning():
+        with suppress_adapter_warnings():
             # otherwise, peft would keep the adapters of a bf16 model in fp32
             adapted_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
@@ -86,14 +87,16 @@ def prepare_for_training(model: Any, family: Family, settings: Settings) -> Any:
 
 
 @contextmanager
-def suppress_renaming_warning() -> Iterator[None]:
-    """Suppress transformers' warning about a renamed property within the block.
+def suppress_adapter_warnings() -> Iterator[None]:
+    """Suppress two warnings that users cannot act on, within a block in which peft wraps a model.
 
-    peft 0.21 uses the old name whenever it wraps a model, and transformers 5.23 prints a warning of four lines that
-    users cannot act on. This can be removed when peft uses the new name.
+    peft 0.21 uses the old name of a property of transformers 5.23, which prints a warning of four lines. It can be
+    removed when peft uses the new name. peft also warns when it adapts the setting `fan_in_fan_out` to the class of a
+    layer.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
         yield
 
 

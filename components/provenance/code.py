@@ -3,7 +3,8 @@
 The imports are found without running the files. The stage `code` writes the digests to `code/<stage>.json`
 (file -> sha256), and the other stages have these files as dependencies. The digests are also part of a run's key
 (`compute_key`), so that an interrupted run is resumed only with the same code. A digest does not depend on comments,
-docstrings or formatting. Code of model families, datasets and metrics that the parameters do not select is left out.
+docstrings or formatting. Code of model families, datasets and metrics that the parameters do not select is left out,
+and so are the lists of their names.
 """
 
 import ast
@@ -12,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from m3diff.records.errors import data_error_if_unreadable
 
@@ -117,14 +118,17 @@ def _digest_and_imports(source: bytes) -> tuple[str, list[str]]:
 
 
 def canonical_tree(node: Any) -> Any:
-    """Return a syntax tree as nested tuples, without docstrings, positions and empty fields.
+    """Return a syntax tree as nested tuples, without docstrings, positions, empty fields and lists of modules.
 
-    Two files have the same tuples if they differ only in comments, docstrings and formatting.
+    Two files have the same tuples if they differ only in comments, docstrings and formatting, or in the modules that a
+    `LazyMapping` lists.
     """
     if isinstance(node, list):
         return [canonical_tree(item) for item in node if not is_docstring(item)]
     if not isinstance(node, ast.AST):
         return node
+    if is_lazy_mapping(node):
+        node = ast.Call(func=node.func, args=node.args[:1], keywords=[])
     fields = []
     for name, value in ast.iter_fields(node):
         canonical_value = canonical_tree(value)
@@ -136,6 +140,15 @@ def canonical_tree(node: Any) -> Any:
 def is_docstring(node: Any) -> bool:
     """Return whether a statement is only a string: the docstring of a module, class, function or variable."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def is_lazy_mapping(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Return whether an expression creates a `LazyMapping`, such as the list of model families.
+
+    Its modules are left out of the digest of the file. The digests of a stage contain the files of the modules that the
+    parameters select, so a new model family, dataset or metric does not change the code of the others.
+    """
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "LazyMapping"
 
 
 def _files_of_import(name: str) -> Iterator[Path]:

@@ -25,6 +25,7 @@ from m3diff.images.enlarge import enlarge
 from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.device import process_environment
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source, load
@@ -43,10 +44,6 @@ DECODERS = 2  # number of threads that decode images
 OVERLAY_PX = 1024  # maximum length of an overlay's longer side; overlays are meant for display on a page
 
 BATCH_WAIT_S = 0.01  # seconds that a request waits for other requests to share its batch
-
-# Bytes of prepared images in a replica from which no further image is prepared. A family that keeps the size of an
-# image needs up to 144 MB for a picture of 12 million pixels
-MAX_PREPARED_BYTES = 1 << 30
 
 
 class AnswerRequest(NamedTuple):
@@ -304,7 +301,9 @@ class Replica:
                         batch.append(await self.queue.get())
             await self._answer_batch([waiting for waiting in batch if not waiting.answer.done()])
             # The images of a request whose client has disconnected use memory until they leave the queue
-            self.prepared_bytes.change(-sum(waiting.request.nbytes for waiting in batch))
+            batch_bytes = sum(waiting.request.nbytes for waiting in batch)
+            del batch  # otherwise, its images would stay in memory until the next request arrives
+            self.prepared_bytes.change(-batch_bytes)
 
     async def _answer_batch(self, batch: list[WaitingRequest]) -> None:
         """Answer the requests and set the results of their futures."""

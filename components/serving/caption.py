@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from m3diff.datasets.files import Embedded, columns_in, describe, fault_of_path, is_inside, look_up
+from m3diff.datasets.files import Embedded, columns_in, describe, fault_of_path, is_inside, look_up, parse_images
 from m3diff.datasets.folders import match_names
 from m3diff.datasets.pairs import relative_to_root
 from m3diff.datasets.tables import (
@@ -33,6 +33,7 @@ from m3diff.images.enlarge import enlarge
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.contract import Takes
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES
 from m3diff.models.sample_limits import TrainedOn, answerable_images, fault_of_sample
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, ValueFault, cause_of, shell_word
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 MAX_LISTED_NAMES = 5
 EXPECTED_INPUT = Fault("serving.expected_input")
 BATCH_INPUTS = 8
-MAX_PREPARED_BYTES = 1 << 30  # bytes of prepared images from which a batch gets no further input
 GAP_PX = 12  # width of the gap between the two images of an overlay
 IMAGE_COLUMN = "image"
 QUESTION_COLUMN = "question"
@@ -243,7 +243,7 @@ def _with_names(inputs: Sequence[CaptionInput]) -> list[CaptionInput]:
 
 
 def _image_values(location: str, row: Mapping[str, Any], columns: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Return the images in a row, unchanged, each with its field (`before`, `after`, `image` or `images`).
+    """Return the images in a row, each with its field (`before`, `after`, `image` or `images`).
 
     Args:
         location: file and row, for error messages.
@@ -259,7 +259,10 @@ def _image_values(location: str, row: Mapping[str, Any], columns: Mapping[str, s
         return [(IMAGE_COLUMN, image)]
     if "images" not in columns:
         return list(zip(SIDES, images_of(location, row, columns), strict=True))
-    images = look_up(row, columns["images"])
+    try:
+        images = parse_images(look_up(row, columns["images"]), columns["images"])
+    except DataError as error:
+        raise DataError(error.fault.at(path=location)) from error
     if not isinstance(images, list) or len(images) > MOST_IMAGES:
         raise DataError("serving.not_a_list_of_images", path=location, key=columns["images"], value=describe(images))
     return [("images", image) for image in images]
@@ -444,6 +447,8 @@ def answer_inputs(
         DataError: overlays were requested, but an input is not a pair, or the model does not compute saliency maps.
     """
     if overlay is not None:
+        if captioner.family.maps is None:
+            raise DataError("serving.no_saliency_maps")
         for item in inputs:
             if len(item.images) != 2:
                 raise DataError("serving.overlay_without_pair", name=item.name, value=len(item.images))
@@ -463,19 +468,21 @@ def _answer_batch(
     """
     outputs: dict[int, CaptionOutput] = {}
     samples: dict[int, LoadedSample] = {}
-    prepared_bytes = 0
+    sample_bytes = 0
     for position, item in enumerate(inputs):
         sample = _load_sample(captioner, item, max_pixels, overlay is not None)
         if isinstance(sample, Fault):
             outputs[position] = CaptionOutput(item, None, sample)
             continue
         samples[position] = sample
-        prepared_bytes += sample.prepared.nbytes
-        if prepared_bytes >= MAX_PREPARED_BYTES:
+        sample_bytes += sample.nbytes
+        del sample  # otherwise, its images would stay in memory while the next ones are prepared
+        if sample_bytes >= MAX_PREPARED_BYTES:
             outputs |= _answer_samples(captioner, inputs, samples, overlay, input_count)
             samples.clear()
-            prepared_bytes = 0
+            sample_bytes = 0
     outputs |= _answer_samples(captioner, inputs, samples, overlay, input_count)
+    samples.clear()
     for position in range(len(inputs)):
         yield outputs[position]
 
@@ -486,7 +493,7 @@ class LoadedSample(NamedTuple):
     Attributes:
         turns: the turns of the dialogue, of which the last is to be answered.
         prepared: the images, prepared by the model's processor.
-        images: the images for the overlay. Empty if no overlay is drawn.
+        images: the images for the overlay, in their own sizes. Empty if no overlay is drawn.
         group: number of images and length of the prompt. Samples of a group are answered together, without padding.
     """
 
@@ -494,6 +501,11 @@ class LoadedSample(NamedTuple):
     prepared: "Prepared"
     images: tuple[Image.Image, ...]
     group: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the prepared images and of the images for the overlay in bytes."""
+        return self.prepared.nbytes + sum(3 * image.width * image.height for image in self.images)
 
 
 def _load_sample(
@@ -528,11 +540,7 @@ def _answer_samples(
     overlay: Path | None,
     input_count: int,
 ) -> dict[int, CaptionOutput]:
-    """Return the answers to samples by the position of their input, and save the requested overlays.
-
-    Raises:
-        DataError: overlays were requested, but the model does not compute saliency maps.
-    """
+    """Return the answers to samples by the position of their input, and save the requested overlays."""
     positions_by_group: dict[tuple[int, int], list[int]] = {}
     for position, sample in samples.items():
         positions_by_group.setdefault(sample.group, []).append(position)
@@ -541,8 +549,6 @@ def _answer_samples(
         prepared = [samples[position].prepared for position in positions]
         dialogues = [samples[position].turns for position in positions]
         texts, saliency_maps = captioner.answer(prepared, dialogues, overlay is not None)
-        if overlay is not None and saliency_maps is None:
-            raise DataError("serving.no_saliency_maps")
         for number, (position, text) in enumerate(zip(positions, texts, strict=True)):
             item = inputs[position]
             if overlay is not None and saliency_maps is not None:

@@ -1,6 +1,7 @@
 """Questions of a table's own: conversations in the forms of other programs, question columns, and bad rows."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,129 @@ def test_conversations_are_read_from_json_lines_and_parquet(tmp_path, suffix):
     assert record.question == "Where?"
     assert record.references == ["left"]
     assert record.kind == "count"
+
+
+def write_table(root: Path, suffix: str, rows: list[dict[str, Any]]) -> Path:
+    """Write a table whose cells are texts."""
+    path = root / f"m.{suffix}"
+    if suffix == "parquet":
+        pl.DataFrame(rows).write_parquet(path)
+    else:
+        pl.DataFrame(rows).write_csv(path, separator="\t" if suffix == "tsv" else ",")
+    return path
+
+
+@pytest.mark.parametrize("talk", [llava, messages])
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet"])
+def test_a_conversation_that_is_a_json_text_is_read_like_a_list(tmp_path, suffix, talk):
+    conversation = talk("<image><image>How many?", "two", 'Where,\n"exactly"?', "left")
+    row = {"images": PICTURES, "conversations": conversation}
+    (expected,) = read(tmp_path, [row], **CONVERSATION)
+    table = write_table(tmp_path, suffix, [{name: json.dumps(cell) for name, cell in row.items()}])
+    (record,) = pairs.read(tmp_path, manifest=table.name, split="train", **CONVERSATION)
+    assert record.history == (("How many?", "two"),)
+    assert replace(record, source="") == replace(expected, source="")
+
+
+@pytest.mark.parametrize("column", ["conversations", "talk"])
+def test_columns_of_before_and_after_may_stand_beside_a_json_text(tmp_path, column):
+    cells = {"before": "a.png", "after": "b.png", column: json.dumps(llava("<image><image>How many?", "two"))}
+    write_table(tmp_path, "csv", [cells])
+    (row,) = pairs.read(tmp_path, manifest="m.csv", split="train", columns={"captions": column})
+    assert (row.images, row.question, row.references) == (("a.png", "b.png"), "How many?", ["two"])
+
+
+@pytest.mark.parametrize(
+    ("cell", "images"),
+    [
+        ('["a.png", "b.png"]', ("a.png", "b.png")),
+        ('["a.png"]', ("a.png",)),
+        ("a.png", ("a.png",)),
+        ("[1] a.png", ("[1] a.png",)),
+        ("[]", ()),
+        ("", ()),
+        (" ", ()),
+        (None, ()),
+    ],
+    ids=repr,
+)
+def test_a_cell_of_images_is_a_list_in_json_a_name_or_empty(tmp_path, cell, images):
+    write_table(tmp_path, "parquet", [{"images": cell, "conversations": json.dumps(llava("How many?", "two"))}])
+    (row,) = pairs.read(tmp_path, manifest="m.parquet", split="train", image_counts=[len(images)], **CONVERSATION)
+    assert row.fault is None
+    assert row.images == images
+    assert row.question == "How many?"
+
+
+def test_a_table_without_images_is_read_if_the_column_of_images_is_null(tmp_path):
+    rows = [{"messages": json.dumps(messages(*texts))} for texts in (("A?", "x"), ("A?", "x", "B?", "y"))]
+    write_table(tmp_path, "csv", rows)
+    columns = {"images": None, "captions": "messages"}
+    entry = make_entry("pairs", tmp_path, manifest="m.csv", split="test", columns=columns)
+    records, _ = to_records("d", entry, pairs.read(tmp_path, **entry.options))
+    assert [record["fault"] for record in records] == [None] * 3
+    assert [record["images"] for record in records] == [[]] * 3
+    assert [record["references"] for record in records] == [["x"], ["x"], ["y"]]
+    assert [len(record["history"]) for record in records] == [0, 0, 1]
+
+
+def test_a_caption_in_a_table_without_images_is_a_fault(tmp_path):
+    write_table(tmp_path, "csv", [{"talk": "it fell"}])
+    (row,) = pairs.read(tmp_path, manifest="m.csv", split="train", columns={"images": None, "captions": "talk"})
+    assert row.fault == Fault("datasets.not_two_images", key="images", count=0, value="null")
+
+
+CELLS = {"images": json.dumps(PICTURES), "talk": json.dumps(llava("A?", "x"))}
+CELLS_THAT_ARE_NOT_JSON = {
+    "printed by Python": ("talk", "[{'from': 'human', 'value': 'A?'}]", "invalid_json_in_cell", 3),
+    "cut off": ("talk", CELLS["talk"][:-2], "invalid_json_in_cell", len(CELLS["talk"]) - 1),
+    "a key twice": ("talk", '[{"from": "human", "from": "gpt"}]', "repeated_json_key", None),
+    "not a number": ("talk", '[{"from": "human", "value": NaN}]', "no_json_value", None),
+    "images printed by Python": ("images", "['a.png', 'b.png']", "invalid_json_in_cell", 2),
+}
+
+
+@pytest.mark.parametrize("case", CELLS_THAT_ARE_NOT_JSON)
+def test_a_cell_that_is_not_json_is_a_fault_with_its_row_and_column(tmp_path, case):
+    column, cell, code, position = CELLS_THAT_ARE_NOT_JSON[case]
+    write_table(tmp_path, "csv", [CELLS, CELLS | {column: cell}])
+    entry = make_entry("pairs", tmp_path, manifest="m.csv", split="train", columns=IMAGES | {"captions": "talk"})
+    row, sound_row = pairs.read(tmp_path, **entry.options)
+    assert sound_row.fault is None
+    assert row.source == "m.csv, line 3"
+    assert row.fault.code == f"datasets.{code}"
+    assert row.fault.fields["key"] == column
+    assert row.fault.fields.get("position") == position
+    (record,), _ = to_records("d", entry, [row])
+    assert record["fault"] == str(row.fault)
+
+
+def test_every_cell_of_a_column_of_conversations_must_be_json(tmp_path):
+    write_table(tmp_path, "csv", [{"images": CELLS["images"], "conversations": text} for text in ("it fell", " ")])
+    words, empty = pairs.read(tmp_path, manifest="m.csv", split="train", **CONVERSATION)
+    assert words.fault.code == "datasets.invalid_json_in_cell"
+    assert words.fault.fields["key"] == "conversations"
+    assert empty.fault == Fault("datasets.missing_value", key="conversations")
+
+
+def test_a_text_in_brackets_stays_a_caption(tmp_path):
+    texts = ["[a lamp] is out", '["a", "b"]', "{it} fell"]
+    write_table(tmp_path, "csv", [{"before": "a.png", "after": f"{text}.png", "captions": text} for text in texts])
+    rows = pairs.read(tmp_path, manifest="m.csv", split="train")
+    assert [row.references for row in rows] == [["[a lamp] is out"], ["a", "b"], ["{it} fell"]]
+
+
+def test_a_history_may_be_a_json_text(tmp_path):
+    cells = {"images": '["a.png"]', "q": "Where?", "a": "left"}
+    texts = ('[["How many?", "two"]]', "[]", "", '[["How many?", "two"')
+    write_table(tmp_path, "csv", [cells | {"history": text} for text in texts])
+    columns = IMAGES | {"question": "q", "captions": "a", "history": "history"}
+    cut_off, with_turn, without_turn = pairs.read(tmp_path, manifest="m.csv", split="train", columns=columns)
+    assert cut_off.fault.code == "datasets.invalid_json_in_cell"
+    assert cut_off.fault.fields["key"] == "history"
+    assert with_turn.history == (("How many?", "two"),)
+    assert without_turn.history == ()
+    assert without_turn.raw_rows == 2
 
 
 def test_a_csv_with_a_column_of_questions_is_read(tmp_path):
@@ -278,3 +402,87 @@ def test_different_system_messages_in_a_file_need_a_decision(tmp_path):
     assert fault.fields["value"] == 2
     assert len(read(tmp_path, rows, confirmed=["systems"], **CONVERSATION)) == 3
     assert len(read(tmp_path, [rows[0], rows[2]], **CONVERSATION)) == 2
+
+
+SYSTEM_LAYOUTS = {
+    "LLaMA-Factory": ({"images": PICTURES, "conversations": llava("A?", "x")}, CONVERSATION["columns"]),
+    "ms-swift": (
+        {"images": PICTURES, "query": "A?", "response": "x", "history": [["B?", "y"]]},
+        IMAGES | {"question": "query", "captions": "response", "history": "history"},
+    ),
+    "alpaca": (
+        {"images": PICTURES, "instruction": "A?", "input": "B.", "output": "x"},
+        IMAGES | {"question": "{instruction}\n{input}", "captions": "output"},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", SYSTEM_LAYOUTS)
+def test_a_column_of_system_messages_is_counted_and_not_stored(tmp_path, layout):
+    fields, columns = SYSTEM_LAYOUTS[layout]
+    (expected,) = read(tmp_path, [fields], columns=columns)
+    rows = [fields | {"system": text} for text in ("be brief", " be brief ", "", None, 7)]
+    write_json(tmp_path / "m.json", rows)
+    reading = pairs.read(tmp_path, manifest="m.json", split="train", columns=columns)
+    (row,) = reading
+    assert replace(row, source="") == replace(
+        expected, source="", references=expected.references * 5, raw_rows=5 * expected.raw_rows
+    )
+    assert reading.notes == ["the template of the model replaces 2 system messages of the conversations"]
+
+
+@pytest.mark.parametrize("layout", SYSTEM_LAYOUTS)
+def test_different_system_messages_in_a_column_need_a_decision(tmp_path, layout):
+    fields, columns = SYSTEM_LAYOUTS[layout]
+    rows = [fields | {"system": text} for text in ("be brief", "be long")]
+    with raises(DataError, "datasets.options_do_not_match", names=["systems"]) as refused:
+        read(tmp_path, rows, columns=columns)
+    (fault,) = refused.value.fields["faults"]
+    assert fault.code == "datasets.several_systems"
+    assert fault.fields["value"] == 2
+    assert read(tmp_path, rows, columns=columns, confirmed=["systems"])
+
+
+def test_the_same_message_in_a_conversation_and_in_the_column_counts_once(tmp_path):
+    talk = [{"from": "system", "value": "be brief"}, *llava("A?", "x")]
+    write_json(tmp_path / "m.json", [{"images": PICTURES, "conversations": talk, "system": "be brief"}])
+    reading = pairs.read(tmp_path, manifest="m.json", split="train", **CONVERSATION)
+    assert [row.fault for row in reading] == [None]
+    assert reading.notes == ["the template of the model replaces 1 system message of the conversations"]
+    with raises(DataError, "datasets.options_do_not_match", names=["systems"]):
+        read(tmp_path, [{"images": PICTURES, "conversations": talk, "system": "be long"}], **CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    ("column", "counted"),
+    [({"system": "prompt"}, True), ({}, False), ({"system": None}, False)],
+    ids=["named", "not named", "null"],
+)
+def test_another_column_has_system_messages_only_if_the_entry_names_it(tmp_path, column, counted):
+    rows = [{"images": PICTURES, "conversations": llava("A?", "x"), "prompt": text} for text in ("be brief", "be long")]
+    columns = CONVERSATION["columns"] | column
+    if counted:
+        with raises(DataError, "datasets.options_do_not_match", names=["systems"]):
+            read(tmp_path, rows, columns=columns)
+    else:
+        assert len(read(tmp_path, rows, columns=columns)) == 1
+
+
+def test_a_column_system_has_another_meaning_if_the_entry_says_null(tmp_path):
+    rows = [{"images": PICTURES, "conversations": llava("A?", "x"), "system": text} for text in ("solar", "sound")]
+    assert len(read(tmp_path, rows, columns=CONVERSATION["columns"] | {"system": None})) == 1
+
+
+def test_a_column_system_beside_captions_is_not_a_system_message(tmp_path):
+    rows = [{"before": "a.png", "after": f"{text}.png", "captions": "x", "system": text} for text in ("one", "two")]
+    write_json(tmp_path / "m.json", rows)
+    reading = pairs.read(tmp_path, manifest="m.json", split="train")
+    assert [row.references for row in reading] == [["x"], ["x"]]
+    assert reading.notes == []
+
+
+def test_a_column_of_system_messages_that_no_row_has_is_refused(tmp_path):
+    rows = [{"images": PICTURES, "conversations": llava("A?", "x")}]
+    with raises(DataError, "datasets.options_do_not_match", names=["columns"]) as refused:
+        read(tmp_path, rows, columns=CONVERSATION["columns"] | {"system": "sytem"})
+    assert [fault.code for fault in refused.value.fields["faults"]] == ["datasets.unknown_column"]

@@ -1,14 +1,16 @@
 """Tables of pairs: how a file is divided into rows, and which columns name the images."""
 
+import json
 from pathlib import Path
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from m3diff.commands.score.predictions import read_predictions
 from m3diff.datasets.guess import guess_table
-from m3diff.datasets.tables import delimiter_of, find_image_columns, read_image_pairs, read_sample
+from m3diff.datasets.tables import delimiter_of, find_image_columns, images_of, read_image_pairs, read_sample
 from m3diff.records.errors import DataError, Fault
 from m3diff.serving.caption import find_inputs
 from tests.errors import raises
@@ -150,3 +152,30 @@ def test_columns_whose_order_no_name_tells_are_a_question_with_both_answers(tmp_
     columns = find_image_columns(tmp_path, read_sample(tmp_path / "a.csv").values())
     assert columns.answers == [{"before": "left", "after": "right"}, {"before": "right", "after": "left"}]
     assert columns.question == Fault("datasets.order_of_columns", names=["left", "right"])
+
+
+@pytest.mark.parametrize("cell", [["a.png", "b.png"], '["a.png", "b.png"]'], ids=["list", "JSON"])
+def test_a_list_of_both_images_may_be_a_json_text(cell):
+    assert images_of("t.csv, line 2", {"images": cell}, {"images": "images"}) == ("a.png", "b.png")
+
+
+def test_a_list_of_images_that_is_not_json_is_refused_with_its_row():
+    with raises(DataError, "datasets.invalid_json_in_cell", path="t.csv, line 2", key="images", position=10):
+        images_of("t.csv, line 2", {"images": '["a.png" "b.png"]'}, {"images": "images"})
+
+
+def test_only_known_lists_in_json_are_lists_in_a_sample(tmp_path):
+    cells = {
+        "talk": [{"from": "human", "value": "A?"}],
+        "history": [["A?", "x"]],
+        "images": ["a.png"],
+        "box": [0.1, 0.2],
+        "sentences": [{"raw": "it fell"}],
+        "captions": ["it fell"],
+        "none": [],
+    }
+    texts = {name: json.dumps(cell) for name, cell in cells.items()}
+    pl.DataFrame([texts]).write_csv(tmp_path / "t.csv")
+    values = read_sample(tmp_path / "t.csv").values()
+    known_lists = ["talk", "history", "images"]
+    assert values == {name: [cells[name] if name in known_lists else texts[name]] for name in cells}

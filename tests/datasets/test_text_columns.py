@@ -113,7 +113,11 @@ CLEAR = {
     ),
     "the task's question as a prompt": ({"prompt": QUESTIONS, "caption": CHANGES}, "caption", []),
     "an edit and its object": ({"edit": EDITS, "object": ["car"] * ROWS}, "edit", []),
-    "a system prompt": ({"instruction": QUESTIONS, "output": CHANGES, "system": SOURCES}, "output", ["system"]),
+    "a system message": (
+        {"instruction": QUESTIONS, "output": CHANGES, "system": ["You are helpful."] * ROWS},
+        "output",
+        [],
+    ),
     "numbered": ({"caption_1": CHANGES, "caption_2": EDITS}, ["caption_1", "caption_2"], []),
 }
 

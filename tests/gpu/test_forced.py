@@ -20,10 +20,11 @@ from m3diff.stages.train import job
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
 from m3diff.stages.train.state import MOMENTS, start_moments
+from tests.family_cases import tiny
 from tests.gpu import test_gpu
 from tests.gpu.test_gpu import first_batch
 from tests.stages.train.toy import recipe, run
-from tests.tiny import MDP, tiny, tiny_settings
+from tests.tiny import MDP, tiny_settings
 
 
 @pytest.fixture

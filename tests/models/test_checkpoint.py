@@ -20,6 +20,7 @@ from m3diff.models.checkpoint import (
     folder_sha256,
     load_model,
     read_manifest,
+    save_checkpoint,
     verify_manifest,
     write_manifest,
 )
@@ -276,6 +277,24 @@ def test_a_checkpoint_without_a_trained_weight_is_refused(rank, writer, file, pa
         tiny_checkpoint(base, checkpoint, tiny_settings(rank=rank))
     with raises(CheckpointError, "models.no_manifest", path=checkpoint):
         verify_manifest(checkpoint)
+
+
+def test_adapters_that_could_not_be_loaded_again_are_refused_when_they_are_written(base, tmp_path):
+    settings = tiny_settings()
+    model = tiny_trained(base, settings)
+    model.peft_config["default"].use_rslora = True  # type: ignore[index,union-attr]
+    checkpoint = tmp_path / "checkpoint"
+    with raises(CheckpointError, "models.other_recipe_of_adapters", field="use_rslora", value=True):
+        save_checkpoint(
+            model,
+            FAMILY.load_processor(base),
+            checkpoint,
+            family="m3diff",
+            base=base,
+            base_sha256=folder_sha256(base),
+            trained_on={},
+        )
+    assert not (checkpoint / "model.safetensors").exists()
 
 
 def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strategy(trained_checkpoint, base):

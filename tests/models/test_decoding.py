@@ -17,8 +17,9 @@ from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.serving.caption import CaptionInput, answer_inputs
 from m3diff.settings.load import load_params
 from m3diff.stages.predict.stage import CaptionJob, load_model
+from tests.family_cases import PUBLISHED_CASES, tiny
 from tests.tiers import slow_except
-from tests.tiny import BASE, CASES, colour_image, pair_inputs, tiny, tiny_checkpoint
+from tests.tiny import BASE, colour_image, pair_inputs, tiny_checkpoint
 from tests.toy import REPOSITORY
 
 MAX_NEW_TOKENS = 8
@@ -107,7 +108,7 @@ def test_a_checkpoint_does_not_take_over_the_settings_of_its_base(name, tmp_path
     assert captions_of(checkpoint / ADAPTERS) == captions_of(checkpoint)
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, "m3diff", "blip2idc"))
+@pytest.mark.parametrize("case", slow_except(PUBLISHED_CASES, "m3diff", "blip2idc"))
 def test_every_family_gives_the_captions_of_a_base_without_settings(case, tmp_path):
     texts = []
     for name, settings in (("with", EVERYTHING), ("without", {})):

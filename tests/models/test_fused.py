@@ -5,23 +5,27 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_mask
+from transformers.pytorch_utils import Conv1D
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.fused import (
     FLEX_BLOCK,
     FusedEncoderLayer,
+    FusedLora,
     SwiGLU,
+    does_folding_pay,
     make_fused,
     recompute_in_backward,
     require_fused_attention,
     swiglu,
 )
 from m3diff.models.masks import Packed, RowBatch, pack
-from m3diff.models.tuning import prepare_for_training, unwrap_model
+from m3diff.models.tuning import prepare_for_training, suppress_adapter_warnings, unwrap_model
 from tests.models.test_masks import group, mask_of
 from tests.tiny import MDP, SIDE, pair_branch, tiny_model, tiny_settings
 
@@ -135,3 +139,45 @@ def test_only_a_fused_attention_kernel_is_let_run():
         score = torch.randn(1, 1, 4, 4, requires_grad=True)  # no fused kernel gives a mask's gradient
         with pytest.raises(RuntimeError, match="No available kernel"):
             nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=score)
+
+
+class TwoLayers(nn.Module):
+    """A linear layer, then GPT-2's layer with a transposed weight. Both are square, so no shape shows a mistake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.transposed = Conv1D(6, 6)
+        nn.init.normal_(self.transposed.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transposed(self.linear(x))
+
+    def activation_checkpointing_disable(self) -> None: ...
+
+
+def adapted_layers(*names: str) -> nn.Module:
+    """Return the two layers with adapters of rank 4 on some of them, for which folding pays."""
+    torch.manual_seed(0)
+    layers = TwoLayers()
+    config = LoraConfig(r=4, target_modules=list(names), init_lora_weights=False)
+    with suppress_adapter_warnings():
+        get_peft_model(layers, config)  # type: ignore[arg-type]
+    return layers.train()
+
+
+def test_an_adapter_of_a_transposed_weight_stays_stock():
+    layers: Any = adapted_layers("linear", "transposed")
+    x = torch.randn(3, 6)
+    expected = layers(x)
+    make_fused(layers)
+    torch.testing.assert_close(layers(x), expected)
+    assert type(layers.linear) is FusedLora
+    assert type(layers.transposed) is not FusedLora
+
+
+@pytest.mark.parametrize(
+    ("names", "pays"), [(["linear"], True), (["transposed"], False), (["linear", "transposed"], False)]
+)
+def test_folding_pays_only_if_all_adapters_are_of_linear_layers(names, pays):
+    assert does_folding_pay(adapted_layers(*names)) == pays

@@ -1,5 +1,6 @@
 """A micro-batch of pairs, single images and texts has the same loss and gradients as its samples processed singly."""
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -7,14 +8,19 @@ import torch
 from PIL import Image
 
 from m3diff.models import FAMILIES
-from m3diff.models.contract import TrainingSequence
+from m3diff.models.contract import Packing, TrainingSequence
 from m3diff.models.device import Device
 from m3diff.models.dialogue import encode_dialogue
+from m3diff.models.family import Family
 from m3diff.models.fused import register_kernels
 from m3diff.models.masks import MaskedRows
+from m3diff.models.separate_rows import SeparateRows
 from m3diff.models.tuning import prepare_for_training
+from m3diff.records.errors import ParamsError
 from m3diff.records.sample import Turn
-from tests.tiny import colour_image, scale_features, tiny
+from tests.errors import raises
+from tests.family_cases import tiny
+from tests.tiny import colour_image, scale_features
 
 PAIR = [colour_image(1, (40, 30)), colour_image(2, (36, 48))]
 OTHER_PAIR = [colour_image(3), colour_image(4)]
@@ -53,6 +59,7 @@ BATCHES = {
 class Bench(NamedTuple):
     """A model in fp64 with its processor, whose image inputs are in fp64, too."""
 
+    family: Family
     model: Any
     processor: Any
 
@@ -64,9 +71,11 @@ class Bench(NamedTuple):
             branches += encode_dialogue(encode, self.processor.encode_answer, turns, prepared.marks)
         return TrainingSequence(prepared, branches, weight)
 
-    def packed_loss(self, image_sets: list[ImageSet], kernel: Any = "sdpa") -> torch.Tensor:
+    def packed_loss(
+        self, image_sets: list[ImageSet], kernel: Any = "sdpa", packing: Packing | None = None
+    ) -> torch.Tensor:
         device = Device(False, "fp32", kernel)
-        packing = MaskedRows()
+        packing = packing or self.family.packing()
         batch = packing.batch([self.sequence(image_set) for image_set in image_sets], self.processor, device)
         logits = packing.logits(self.model, batch, self.processor, device)
         return (torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none") * batch.weights).sum()
@@ -122,7 +131,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return inputs | {"pixel_values": inputs["pixel_values"].double()} if inputs else inputs
 
     processor.image_inputs = image_inputs_in_fp64
-    return Bench(model.double().train(), processor)
+    return Bench(family, model.double().train(), processor)
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -136,6 +145,44 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_answers_one_by_one(nam
     total_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for parameter, gradient in expected.items():
         assert (gradients[parameter] - gradient).norm() <= 1e-10 * max(gradient.norm(), 1e-2 * total_norm), parameter
+
+
+@pytest.mark.parametrize("name", ["turns", "one image", "all"])
+def test_separate_rows_have_the_loss_and_gradients_of_a_packed_batch(name, bench):
+    loss = bench.packed_loss(BATCHES[name])
+    gradients = bench.gradients(loss)
+    separate_loss = bench.packed_loss(BATCHES[name], packing=SeparateRows())
+    torch.testing.assert_close(separate_loss, loss, rtol=1e-12, atol=0)
+    separate_gradients = bench.gradients(separate_loss)
+    total_norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for parameter, gradient in gradients.items():
+        difference = (separate_gradients[parameter] - gradient).norm()
+        assert difference <= 1e-10 * max(gradient.norm(), 1e-2 * total_norm), parameter
+
+
+def test_separate_rows_have_the_weights_of_their_sequences(bench):
+    sequences = [bench.sequence(BATCHES["turns"][0]), bench.sequence(BATCHES["turns"][1], weight=0)]
+    batch = SeparateRows().batch(sequences, bench.processor, Device(False, "fp32"))
+    packed = MaskedRows().batch(sequences, bench.processor, Device(False, "fp32"))
+    assert torch.equal(batch.labels, packed.labels)
+    assert torch.equal(batch.weights, packed.weights)
+
+
+@pytest.mark.parametrize(("stock_layers", "fused_layers"), [([0, 1], 0), ([0], 1)], ids=["all layers", "one layer"])
+def test_a_model_whose_layers_ignore_the_packing_is_refused(stock_layers, fused_layers, tmp_path):
+    base, settings = tiny("m3diff", tmp_path / "base")
+    family = FAMILIES[settings.family]
+    model = family.load_base(base, settings, torch.float32, register_kernels()).train()
+    model_bench = Bench(family, model, family.load_processor(base, model.config))
+    model_bench.packed_loss(BATCHES["turns"])
+    for number in stock_layers:
+        attention = model.model.language_model.layers[number].self_attn
+        attention.config = copy.deepcopy(attention.config)
+        attention.config._attn_implementation = "sdpa"
+    with raises(ParamsError, "models.packing_ignored", value=fused_layers, expected=2):
+        model_bench.packed_loss(BATCHES["turns"])
+    # it is exact for any attention
+    model_bench.packed_loss(BATCHES["turns"], packing=SeparateRows())
 
 
 def test_a_batch_without_a_pair_has_a_gradient_for_the_same_parameters(bench):
@@ -172,7 +219,7 @@ def test_flex_attention_computes_the_same_loss(bench):
 
 def test_a_sequence_of_weight_zero_adds_no_loss(bench):
     device = Device(False, "fp32")
-    packing = MaskedRows()
+    packing = bench.family.packing()
     sequences = [bench.sequence(BATCHES["turns"][0]), bench.sequence(BATCHES["turns"][1], weight=0)]
     batch = packing.batch(sequences, bench.processor, device)
     logits = packing.logits(bench.model, batch, bench.processor, device)

@@ -17,8 +17,9 @@ from transformers import AutoProcessor
 from m3diff.models import FAMILIES
 from m3diff.models.contract import Prepared
 from m3diff.records.sample import Turn
+from tests.family_cases import PUBLISHED_CASES, tiny
 from tests.models.llava15 import write_llava15
-from tests.tiny import CASES, colour_image, onediff_settings, tiny
+from tests.tiny import colour_image, onediff_settings
 
 PAIRS = [[colour_image(1, (40, 30)), colour_image(2, (36, 48))], [colour_image(3), colour_image(4)]]
 FROZEN = json.loads(Path(__file__).with_name("frozen_inputs.json").read_text())
@@ -37,7 +38,7 @@ def processor_of(case: str, folder: Path) -> Any:
     return family.load_processor(base, family.planned_config(base, settings))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PUBLISHED_CASES)
 def test_pairs_have_the_inputs_of_before(case, tmp_path):
     processor = processor_of(case, tmp_path)
     prepared = [processor.prepare(pair) for pair in PAIRS]
@@ -55,7 +56,7 @@ def test_pairs_have_the_inputs_of_before(case, tmp_path):
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PUBLISHED_CASES)
 def test_a_blank_pair_has_the_shapes_of_a_pair(case, tmp_path):
     processor = processor_of(case, tmp_path)
     blank = processor.blank_pair()

@@ -1,5 +1,6 @@
 """Trained parameters, learning rates, adapters, and parameter counts of published models."""
 
+import json
 import warnings
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,8 +15,9 @@ from m3diff.models.settings import VDMConfig
 from m3diff.models.tuning import (
     parameter_counts,
     prepare_for_training,
+    read_adapter_config,
     should_train,
-    suppress_renaming_warning,
+    suppress_adapter_warnings,
     trainable_groups,
     trainable_names,
     unwrap_model,
@@ -110,9 +112,15 @@ def test_adapters_are_added_without_a_warning_of_the_libraries_to_each_other():
     prepared(rank=2)
 
 
+def test_the_transposed_layers_that_peft_reports_in_a_configuration_can_be_loaded(tmp_path):
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}))
+    assert read_adapter_config(file).fan_in_fan_out
+
+
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_a_warning_of_anything_else_is_shown_where_adapters_are_added():
-    with pytest.raises(FutureWarning, match="something else"), suppress_renaming_warning():
+    with pytest.raises(FutureWarning, match="something else"), suppress_adapter_warnings():
         warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
 
 

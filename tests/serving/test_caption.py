@@ -35,6 +35,7 @@ from m3diff.serving.caption import (
 from m3diff.serving.questions import NOTE
 from m3diff.settings.section import ParamsError
 from tests.errors import Message, raises
+from tests.prepared_sets import SET_BYTES, PreparedSets
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -124,12 +125,12 @@ SIDE = 13 * 40  # pixels of an image of 40 that is drawn large enough to be seen
 class Model:
     """A captioner that returns these maps, and records the dialogues and the last images."""
 
-    family = SimpleNamespace(takes=Takes())
     trained_on = TrainedOn("What has changed?")
     question = "What has changed?"
 
     def __init__(self, maps: np.ndarray | None) -> None:
         self.maps = maps
+        self.family = SimpleNamespace(takes=Takes(), maps=maps)
         self.dialogues = list[Any]()
         self.batches = list[int]()
         self.images = list[Any]()
@@ -592,6 +593,19 @@ def test_a_table_with_a_column_image_has_single_images(images):
     ]
 
 
+def test_a_list_of_images_may_be_a_json_text_in_a_csv(images):
+    table = images / "t.csv"
+    table.write_text('images,question\n"[""0.png"", ""1.png""]",a\n"[""1.png""]",b\n[],c\n')
+    assert [item.images for item in find_inputs(table, None)] == [
+        (images / "0.png", images / "1.png"),
+        (images / "1.png",),
+        (),
+    ]
+    table.write_text('images\n"[""0.png"", ""1.png""]"\n"[\'0.png\', \'1.png\']"\n')
+    with raises(DataError, "datasets.invalid_json_in_cell", path=f"{table}, line 3", key="images", position=2):
+        find_inputs(table, None)
+
+
 def test_rows_without_images_have_names_of_their_own(images):
     rows = [{"images": [], "question": "Why?"}, {"images": ["0.png"]}, {"images": [], "question": "How?"}]
     (images / "t.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -713,6 +727,32 @@ def test_a_batch_ends_when_its_prepared_images_reach_the_limit(images, monkeypat
     model: Any = Model(None)
     inputs = pairs(images, 5)
     assert [output.input for output in answer_inputs(model, inputs, None)] == inputs
+    assert model.batches == [2, 2, 1]
+
+
+@pytest.mark.parametrize("has_overlay", [False, True])
+@pytest.mark.parametrize("most_sets", [1, 3])
+def test_the_images_of_a_table_take_no_more_memory_than_the_limit(images, monkeypatch, most_sets, has_overlay):
+    monkeypatch.setattr("m3diff.serving.caption.MAX_PREPARED_BYTES", most_sets * SET_BYTES)
+    table = images / "t.csv"
+    table.write_text("before,after\n" + "0.png,1.png\n1.png,2.png\n" * BATCH_INPUTS)
+    sets = PreparedSets()
+    maps = np.zeros((BATCH_INPUTS, 4, 4), np.float16) if has_overlay else None
+    model: Any = Model(maps)
+    model.processor = sets
+    model.answer = lambda prepared, dialogues, saliency: (["same"] * len(prepared), maps)
+    answers = answer_inputs(model, find_inputs(table, None), images / "made" if has_overlay else None)
+    assert len(list(answers)) == 2 * BATCH_INPUTS
+    assert sets.prepared == 2 * BATCH_INPUTS
+    assert sets.peak_bytes == most_sets * SET_BYTES
+    assert sets.held_bytes == 0
+
+
+def test_the_images_of_an_overlay_count_as_memory(images, tmp_path, monkeypatch):
+    prepared_bytes = overlay_bytes = 2 * 40 * 40 * 3
+    monkeypatch.setattr("m3diff.serving.caption.MAX_PREPARED_BYTES", 2 * (prepared_bytes + overlay_bytes))
+    model: Any = Model(np.zeros((5, 4, 4), np.float16))
+    assert len(list(answer_inputs(model, pairs(images, 5), tmp_path / "made"))) == 5
     assert model.batches == [2, 2, 1]
 
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -27,6 +26,7 @@ from m3diff.serving.batcher import AnswerRequest, PreparedBytes, PreparedRequest
 from m3diff.serving.bodies import MAX_HISTORY_FIELD
 from m3diff.serving.checks import MAX_ANSWER_CHARS, MAX_QUESTION_CHARS
 from m3diff.serving.questions import note_about_sample
+from tests.prepared_sets import SET_BYTES, PreparedSets
 from tests.serving import toy
 from tests.serving.toy import Service, base64_of, dialogue, form, image_form, plain, png, source, toy_answer
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
@@ -467,25 +467,15 @@ def test_there_is_room_while_fewer_bytes_than_the_limit_are_used():
 
 
 @pytest.fixture
-def prepared_sets(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Count the prepared image sets that exist. Each has 1 MB, and the limit is 3 MB."""
-    sets = SimpleNamespace(count=0, maximum=0, lock=threading.Lock())
-
-    class CountedArray(np.ndarray):
-        def __del__(self) -> None:
-            with sets.lock:
-                sets.count -= 1
-
-    def prepare(images: Any) -> Prepared:
-        list(images)
-        with sets.lock:
-            sets.count += 1
-            sets.maximum = max(sets.maximum, sets.count)
-        return Prepared({"pixels": torch.from_numpy(np.zeros((1, 1000, 1000), np.uint8).view(CountedArray))}, ("a",))
-
-    monkeypatch.setattr(toy, "prepare_toy", prepare)
-    monkeypatch.setattr(batcher, "MAX_PREPARED_BYTES", 3_000_000)
+def prepared_sets(monkeypatch: pytest.MonkeyPatch) -> PreparedSets:
+    """Count the prepared image sets that exist. The limit is three of them."""
+    sets = PreparedSets()
+    monkeypatch.setattr(toy, "prepare_toy", sets.prepare)
+    monkeypatch.setattr(batcher, "MAX_PREPARED_BYTES", 3 * SET_BYTES)
     return sets
+
+
+MOST_BYTES = (3 + batcher.DECODERS) * SET_BYTES
 
 
 def break_answer(captioner: Any, prepared: Any, dialogues: Any, saliency: bool) -> Any:
@@ -502,7 +492,16 @@ def test_prepared_images_that_wait_take_no_more_than_the_limit(answer, status, s
     service = serve(batch_pairs=1)
     answers = service.post_at_once(CAPTION, [image_form(BEFORE)] * 20)
     assert [answer.status_code for answer in answers] == [status] * 20
-    assert prepared_sets.maximum <= 3 + batcher.DECODERS
+    assert prepared_sets.peak_bytes <= MOST_BYTES
+
+
+def test_a_server_that_waits_for_requests_holds_no_prepared_images(serve, prepared_sets, monkeypatch):
+    monkeypatch.setattr(toy.ToyCaptioner, "answer", answer_nothing)
+    service = serve(batch_pairs=4)
+    answers = service.post_at_once(CAPTION, [image_form(BEFORE)] * 4)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    service.run(asyncio.sleep(0.05))  # the worker waits for the next request
+    assert prepared_sets.held_bytes == 0
 
 
 def test_an_image_set_above_the_limit_is_answered(serve, prepared_sets, monkeypatch):
@@ -523,7 +522,7 @@ def test_images_of_cancelled_requests_make_room_again(serve, prepared_sets, monk
     service = serve(batch_pairs=1, answer_s=0.3)
     answers = service.post_at_once(CAPTION, [image_form(BEFORE)] * 12)
     assert {answer.status_code for answer in answers} == {503}
-    assert prepared_sets.maximum <= 3 + batcher.DECODERS
+    assert prepared_sets.peak_bytes <= MOST_BYTES
     is_free.set()
     service.server.settings = service.cfg.model_copy(update={"answer_s": 60})
     assert service.post(CAPTION, **image_form(BEFORE)).status_code == 200

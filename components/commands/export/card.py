@@ -78,7 +78,7 @@ def write_card(params: Params, facts: CardFacts) -> str:
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     family = facts.family
-    vision_config = facts.config["vision_config"]
+    vision_config = facts.config.get("vision_config", {})  # a family with its own card may name its sizes otherwise
     scores = scores_of_first_protocols(params.paths.report / "metrics.json")
     trace = trace_checkpoint(params)
     return environment.get_template(f"card_{family.name}.md.j2").render(
@@ -95,8 +95,8 @@ def write_card(params: Params, facts: CardFacts) -> str:
         question=facts.question,
         report=read_stage_report(params.paths.model / "report.json"),
         module=facts.config[family.module] if family.has_module(facts.config) else None,
-        side=vision_config["image_size"],
-        patch=vision_config["patch_size"],
+        side=vision_config.get("image_size"),
+        patch=vision_config.get("patch_size"),
         front_matter=front_matter(params.train.base.name, family, facts.training_datasets),
         scores=scores,
         score_rows=score_rows(scores),

@@ -55,7 +55,9 @@ def remedy_for_missing_columns(entry: DatasetEntry, sources: Collection[str] | N
 def _columns_of_fields(entry: DatasetEntry) -> dict[str, list[str]]:
     """Return the columns of each required field according to the entry."""
     columns = entry.options.get("columns") or {}
-    fields = ["images"] if columns.get("images") else ["before", "after"]
+    fields = ["before", "after"]
+    if "images" in columns:
+        fields = ["images"] if columns["images"] else []
     fields.append("captions")
     if isinstance(entry.options.get("manifest", ""), str) and "split" not in entry.options:
         fields.append("split")

@@ -166,11 +166,11 @@ def make_plan(run: Run, excluded_datasets: Sequence[str] = ()) -> Plan:
     supervised_tokens = references_per_sequence * workload.reference_tokens
     tokens_per_sequence = prompt_tokens + supervised_tokens
     model = meta_model(config, family, run.settings, run.train.precision)
-    terms = family.flops(model, tokens_per_sequence, supervised_tokens)
+    terms = family.count_flops(model, family, tokens_per_sequence, supervised_tokens)
     caption_flops = _caption_flops(family, model, prompt_tokens)
 
-    # Must come after all FLOPs: counting activations fuses kernels into the model, and `family.flops` does not see the
-    # matrix products inside them
+    # Must come after all FLOPs: counting activations fuses kernels into the model, and `count_flops` does not see
+    # the matrix products inside them
     max_references = workload.max_references(run.train.max_captions_per_sequence)
     reference_tokens = math.ceil((max_references or references_per_sequence) * workload.reference_tokens)
     activations_gb = _activations_gb(run, model, math.ceil(prompt_tokens), reference_tokens)
@@ -269,7 +269,7 @@ def _activations_gb(run: Run, model: Any, prompt_tokens: int, reference_tokens: 
 
 
 def _caption_flops(family: Family, model: Any, prompt_tokens: float) -> float:
-    terms = family.flops(model, prompt_tokens, 1)
+    terms = family.count_flops(model, family, prompt_tokens, 1)
     return sum(term.forward for term in terms if term.name != ADAPTERS)
 
 

@@ -24,8 +24,8 @@ import textwrap
 import time
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
@@ -38,6 +38,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
 from m3diff.models.contract import Takes
 from m3diff.models.device import Device, process_environment
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_bytes
 from m3diff.provenance.code import compute_key
 from m3diff.records.errors import (
     CodedError,
@@ -49,11 +50,12 @@ from m3diff.records.errors import (
     format_count,
 )
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
-from m3diff.records.progress import prefetch, progress
+from m3diff.records.progress import progress
 from m3diff.records.sample import PAIR, ImageRef, Turn
 from m3diff.records.tables import part_paths
 from m3diff.runtime import prepare
 from m3diff.settings.compute import Compute
+from m3diff.stages.predict.image_queue import ImageQueue
 from m3diff.stages.predict.params import Predict
 
 if TYPE_CHECKING:
@@ -69,7 +71,6 @@ CONTROL_SEED = 0
 CONTROL_PAIRS = 600  # maximum number of pairs per control, sampled from all pairs
 
 PREPARED_BATCHES = 2  # maximum number of batches whose images are prepared while the model computes
-PREPARED_BYTES = 1 << 30  # maximum size of these images
 NODES_TIMEOUT_S = 60  # seconds to wait until Ray has enough nodes for all workers
 
 PredictionKey = tuple[str, str]  # name of the set (such as predictions or a control) and id of the record
@@ -311,6 +312,7 @@ def answer_missing_items(
     """
     from m3diff.models.checkpoint import load_processor
 
+    family = FAMILIES[read_manifest(job.checkpoint)["family"]]
     # The prompts of the base, whose tokenizer is that of the checkpoint, have the same lengths
     processor = load_processor(job.checkpoint)
     all_batches: list[tuple[str, list[PredictionItem]]] = []  # each with the name of its set
@@ -320,7 +322,8 @@ def answer_missing_items(
     for number, (set_name, batch) in enumerate(all_batches):
         if any((set_name, item.id) not in journal.predictions for item in batch):
             shows_pairs = len(batch[0].images) == PAIR
-            missing_batches.append(Batch(number, batch, saliency=set_name == PREDICTIONS and shows_pairs))
+            needs_maps = family.maps is not None and set_name == PREDICTIONS and shows_pairs
+            missing_batches.append(Batch(number, batch, saliency=needs_maps))
     earlier_captions = len(journal.predictions)
     if not missing_batches:
         return
@@ -414,7 +417,8 @@ def split_into_batches(
 ) -> list[list[PredictionItem]]:
     """Split the items into batches of at most `size` items with prompts of the same length.
 
-    Prompts of equal length need no padding, so the items do not affect each other's answers.
+    Prompts of equal length need no padding, so the items do not affect each other's answers. `Captioner.answer` splits
+    a batch in which they differ because the number of visual tokens depends on the images.
 
     Raises:
         DataError: a question cannot be encoded.
@@ -456,14 +460,16 @@ def caption_in_order(captioner: "Captioner", batches: Sequence[Batch], threads: 
     Args:
         threads: number of threads that prepare images.
     """
-    prepared_by_batch = prepare_images(batches, captioner.processor, threads)
-    for batch, prepared in zip(batches, prepared_by_batch, strict=True):
-        captions, maps = captioner.answer(prepared, [item.turns for item in batch.items], batch.saliency)
+    predictions: list[Prediction] = []  # of the batch whose images are being answered
+    for batch, prepared in prepare_images(batches, captioner.processor, threads):
+        items = batch.items[len(predictions) : len(predictions) + len(prepared)]
+        captions, maps = captioner.answer(prepared, [item.turns for item in items], batch.saliency)
         saliency_maps = [None] * len(captions) if maps is None else maps
-        predictions = []
         for caption, saliency_map in zip(captions, saliency_maps, strict=True):
             predictions.append(Prediction(caption, saliency_map))
-        yield batch.number, predictions
+        if len(predictions) == len(batch.items):
+            yield batch.number, predictions
+            predictions = []
 
 
 def load_model(job: CaptionJob) -> "Captioner":
@@ -479,24 +485,40 @@ def load_model(job: CaptionJob) -> "Captioner":
     return captioner
 
 
-def prepare_images(batches: Sequence[Batch], processor: "Processor", threads: int) -> Iterator[list["Prepared"]]:
-    """Yield the prepared image sets of each batch.
+def prepare_images(
+    batches: Sequence[Batch], processor: "Processor", threads: int
+) -> Iterator[tuple[Batch, list["Prepared"]]]:
+    """Yield each batch with the prepared image sets of its items, in order.
 
-    Meanwhile, threads prepare the image sets of the next PREPARED_BATCHES batches, or of fewer batches if these would
-    take more than PREPARED_BYTES of memory.
+    If these take half of MAX_PREPARED_BYTES or more, the batch is yielded several times, each time with some of the
+    image sets. The list is emptied when the next one is requested.
+
+    Meanwhile, threads prepare the image sets of the next PREPARED_BATCHES batches, unless all prepared images together
+    take MAX_PREPARED_BYTES.
     """
 
     def load_and_prepare(item: PredictionItem) -> "Prepared":
         return processor.prepare(load_image(*image) for image in item.images)
 
-    def submit_batch(batch: Batch) -> list[Future["Prepared"]]:
-        return [pool.submit(load_and_prepare, item) for item in batch.items]
-
-    largest_batch = max(batches, key=lambda batch: len(batch.items) * len(batch.items[0].images))
-    bytes_per_batch = len(largest_batch.items) * load_and_prepare(largest_batch.items[0]).nbytes
-    batches_ahead = min(PREPARED_BATCHES, PREPARED_BYTES // max(1, bytes_per_batch))
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        yield from prefetch(submit_batch, batches, batches_ahead)
+    largest_batch = max(len(batch.items) for batch in batches)
+    queue = ImageQueue(
+        load_and_prepare,
+        items=chain.from_iterable(batch.items for batch in batches),
+        threads=threads,
+        max_ahead=PREPARED_BATCHES * largest_batch,
+        max_bytes=MAX_PREPARED_BYTES,
+    )
+    try:
+        for batch in batches:
+            image_sets = (queue.take() for _ in batch.items)
+            # half of the memory, so that threads can prepare the next images while the model computes
+            for part in split_by_bytes(image_sets, MAX_PREPARED_BYTES // 2):
+                part_bytes = sum(prepared.nbytes for prepared in part)
+                yield batch, part
+                part.clear()
+                queue.release(part_bytes)
+    finally:
+        queue.close()
 
 
 class CaptionWorker:

@@ -63,13 +63,14 @@ class PyfuncCaptioner(PythonModel):
         for numbers in numbers_by_group.values():
             for start in range(0, len(numbers), BATCH_ROWS):
                 batch = numbers[start : start + BATCH_ROWS]
-                prepared = []
-                for number in batch:
-                    images, _ = samples[number]
-                    prepared.append(self.captioner.processor.prepare(open_image(image) for image in images))
-                texts, _ = self.captioner.answer(prepared, [samples[number][1] for number in batch])
+                prepared = (self.prepare_images(samples[number][0]) for number in batch)
+                texts = self.captioner.answer_in_parts(prepared, [samples[number][1] for number in batch])
                 answers |= dict(zip(batch, texts, strict=True))
         return [answers[number] for number in range(len(samples))]
+
+    def prepare_images(self, images: list[str]) -> Any:
+        """Return the prepared images of a row."""
+        return self.captioner.processor.prepare(open_image(image) for image in images)
 
     def read_row(self, row: Mapping[Any, Any]) -> tuple[list[str], tuple[Any, ...]]:
         """Return the images of a row, each as a path or in base64, and the turns of its dialogue.

@@ -10,6 +10,7 @@ that a training step only has to copy them to its device.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from m3diff.models.device import Device
 from m3diff.models.dialogue import encode_dialogue
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.progress import prefetch
-from m3diff.records.sample import ImageRef, Turn
+from m3diff.records.sample import PAIR, ImageRef, Turn
 from m3diff.records.tables import part_paths
 from m3diff.stages.train.job import DatasetFilter
 
@@ -119,15 +120,34 @@ def read_samples(folder: Path, chosen: DatasetFilter = ALL_DATASETS) -> Samples:
 
 
 def find_usual_question(*splits: Samples) -> str | None:
-    """Return the most frequent question of the first split that has samples, or None if no split has any.
+    """Return the question to ask by default: the most frequent question of the first split that has one.
 
-    If several questions are equally frequent, the first in alphabetical order is returned.
+    Only questions without turns before them count, because a follow-up such as "And the star?" says nothing by itself.
+    If there are such questions about pairs, only these count, otherwise those about the most frequent number of images.
+    If several questions are equally frequent, the first in the order of the split is returned.
+
+    Returns:
+        The question, or None if all questions have turns before them, or if there are no samples.
     """
+    tables = []
     for samples in splits:
-        if len(samples):
-            counts = samples.table["question"].value_counts().sort("count", "question", descending=[True, False])
-            return str(counts["question"][0])
+        questions = samples.table.filter(pl.col("history").list.len() == 0)
+        tables.append(questions.select("question", images=pl.col("images").list.len()))
+    questions_by_images = Counter(pl.concat(tables)["images"])
+    if not questions_by_images:
+        return None
+    images = PAIR if PAIR in questions_by_images else most_common(questions_by_images)
+    for table in tables:
+        frequencies = Counter(table.filter(images=images)["question"])
+        if frequencies:
+            return most_common(frequencies)
     return None
+
+
+def most_common(frequencies: Counter[Any]) -> Any:
+    """Return the element with the largest count. Of several, return the one that was counted first."""
+    ((element, _),) = frequencies.most_common(1)
+    return element
 
 
 def read_training_samples(mixture: Path, chosen: DatasetFilter = ALL_DATASETS) -> Samples:

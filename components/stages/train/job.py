@@ -16,6 +16,7 @@ import signal
 import socket
 import textwrap
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from typing import Any
 
 from m3diff.models.device import process_environment
 from m3diff.models.settings import Settings
-from m3diff.records.errors import CodedError
+from m3diff.records.errors import CodedError, ParamsError
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.params import Train
@@ -47,6 +48,9 @@ GRACE_S = 18.0
 
 # Exit code of a process ended by SIGTERM
 TERMINATED = 128 + signal.SIGTERM
+
+# Errors of code, such as a missing attribute. They would recur with each attempt
+CODE_ERRORS = (AttributeError, NameError, NotImplementedError, TypeError)
 
 # Numbers of the errors that mean a full disk or an exhausted quota
 DISK_FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
@@ -147,6 +151,21 @@ def disk_full_error(error: BaseException, folder: Path) -> DiskFullError:
     existing_path = next(parent for parent in (path, *path.parents) if parent.exists())
     free_bytes = shutil.disk_usage(existing_path).free
     return DiskFullError("train.disk_full", path=path, value=free_bytes, cause=describe_error(error))
+
+
+@contextmanager
+def end_if_code_is_wrong(family: str) -> Iterator[None]:
+    """Raise ParamsError, which is not retried, if the block raises an error that only a change of code can remove.
+
+    Use this around code of a model's family that does not depend on other machines or on the state of the run.
+    Elsewhere, an AttributeError may follow from the death of a worker.
+    """
+    try:
+        yield
+    except CODE_ERRORS as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        location = f"{Path(line.filename).name}:{line.lineno}"
+        raise ParamsError("train.wrong_code", family=family, cause=describe_error(error), location=location) from error
 
 
 @contextmanager

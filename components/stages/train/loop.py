@@ -18,6 +18,7 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
+from m3diff.models.conformity import check_family
 from m3diff.models.contract import PackedBatch, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
@@ -35,6 +36,7 @@ from m3diff.stages.train.job import (
     Job,
     StoppedError,
     WorkerContext,
+    end_if_code_is_wrong,
     name_full_disk,
     require_newest_attempt,
 )
@@ -85,15 +87,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class MeanLengths:
-    """The mean length of a sequence, in tokens.
+    """The mean length of the rows that the family's packing makes of a sequence, in tokens.
 
     Attributes:
-        tokens: all tokens, including visual tokens.
-        supervised_tokens: tokens that count in the loss.
+        tokens: all tokens of a row, including visual tokens.
+        supervised_tokens: tokens of a row that count in the loss.
+        rows: number of rows per sequence: 1 if its branches share their prompt.
     """
 
     tokens: float
     supervised_tokens: float
+    rows: float = 1.0
 
 
 def prepare_model(
@@ -108,7 +112,7 @@ def prepare_model(
         weights: checkpoint of the previous phase, loaded instead of the base.
 
     Raises:
-        ParamsError: the base is incompatible with the settings or `compute`.
+        ParamsError: the base is incompatible with the settings or `compute`, or a class of the family lacks a member.
     """
     torch.manual_seed(cfg.seed)
     folder = weights or cfg.base
@@ -121,7 +125,9 @@ def prepare_model(
         raise ParamsError(
             "train.base_does_not_fit", key=f"models.{cfg.model}", base=cfg.base, cause=cause_of(error)
         ) from error
-    return adapted_model.train(), family.load_processor(folder, model.config)
+    processor = family.load_processor(folder, model.config)
+    check_family(settings.family, model, processor)
+    return adapted_model.train(), processor
 
 
 class Training:
@@ -234,19 +240,32 @@ class Training:
         """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
         token_counts = []
         supervised_counts = []
-        for rows in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
-            marks = self.processor.marks(len(self.schedule.samples.images(rows[0])))
-            sequence = pack([self.loader.encode(rows, marks)])
-            token_counts.append(sequence.tokens)
-            supervised_counts.append(len(sequence.labels))
-        return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
+        sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES]
+        for rows in sequences:
+            branches = self.loader.encode(rows, self._marks_of_row(int(rows[0])))
+            branches_by_row = [branches] if self.packing.shares_prompts else [[branch] for branch in branches]
+            for row in branches_by_row:
+                packed = pack([row])
+                token_counts.append(packed.tokens)
+                supervised_counts.append(len(packed.labels))
+        return MeanLengths(
+            tokens=float(np.mean(token_counts)),
+            supervised_tokens=float(np.mean(supervised_counts)),
+            rows=len(token_counts) / len(sequences),
+        )
+
+    def _marks_of_row(self, row: int) -> tuple[str, ...]:
+        """Return the marks of the images of a row. The images are prepared only if the marks depend on them."""
+        if self.family.takes.fixed_marks:
+            return self.processor.marks(len(self.schedule.samples.images(row)))
+        return self.loader.prepare_images(row, None).marks
 
     def count_flops_per_step(self, lengths: MeanLengths) -> float:
         """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
         model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
-        terms = self.family.flops(model, lengths.tokens, lengths.supervised_tokens)
-        flops_per_sequence = sum(term.total for term in terms)
-        return self.schedule.global_batch * flops_per_sequence
+        terms = self.family.count_flops(model, self.family, lengths.tokens, lengths.supervised_tokens)
+        flops_per_row = sum(term.total for term in terms)
+        return self.schedule.global_batch * lengths.rows * flops_per_row
 
     def print_size(self, lengths: MeanLengths, flops_per_step: float) -> None:
         """Print the number of sequences, tokens, steps, parameters and FLOPs of the run."""
@@ -254,6 +273,8 @@ class Training:
         sequences = len(schedule.epoch(0))
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
+        tokens_per_sequence = lengths.rows * lengths.tokens
+        supervised_tokens = lengths.rows * lengths.supervised_tokens
         has_only_pairs = self.trained_on()["images"] == [2]
         image_set = "pair" if has_only_pairs else "image set"
         answer = "reference" if has_only_pairs else "sample"
@@ -264,8 +285,8 @@ class Training:
             f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
             f"{format_count(len(schedule.samples), answer)}, packed into "
             f"{format_count(sequences, 'sequence')} per epoch",
-            f"about {format_count(round(lengths.tokens * sequences), 'token')} per epoch: {lengths.tokens:.1f} per "
-            f"sequence, of which {lengths.supervised_tokens:.1f} are supervised",
+            f"about {format_count(round(tokens_per_sequence * sequences), 'token')} per epoch: "
+            f"{tokens_per_sequence:.1f} per sequence, of which {supervised_tokens:.1f} are supervised",
             f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
             f"{format_count(schedule.steps, 'step')}",
             f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",
@@ -467,6 +488,9 @@ class Training:
         """Write the output checkpoint, chosen by `train.export`, and return the number of steps it was trained for.
 
         Every worker must call this, because with ZeRO 3 each worker holds a part of the weights.
+
+        Raises:
+            ParamsError: the family's code cannot be saved, for example because a member is missing.
         """
         job = self.job
         model = self.engine.module
@@ -477,7 +501,7 @@ class Training:
         zero3_parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
         with deepspeed.zero.GatheredParameters(zero3_parameters, enabled=bool(zero3_parameters)):
             if self.is_writer():
-                with name_full_disk(job.out):
+                with name_full_disk(job.out), end_if_code_is_wrong(job.model.family):
                     save_checkpoint(
                         model,
                         self.processor,

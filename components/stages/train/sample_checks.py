@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import polars as pl
 
+from m3diff.images.open import load_image
 from m3diff.models.contract import Processor, Takes
 from m3diff.models.dialogue import encode_dialogue
 from m3diff.records.errors import Fault
@@ -35,7 +36,7 @@ def check_samples(
     for fault in faults_of_samples(samples, split, family, takes, processor):
         raise ParamsError(fault)
     if max_tokens is not None:
-        _check_lengths(samples, processor, max_tokens)
+        _check_lengths(samples, takes, processor, max_tokens)
 
 
 def faults_of_samples(samples: Samples, split: str, family: str, takes: Takes, processor: Processor) -> Iterator[Fault]:
@@ -72,10 +73,11 @@ def _fault(code: str, chosen: pl.DataFrame, **fields: object) -> Fault:
     return Fault(code, value=len(chosen), names=datasets, name=chosen["record"][0], **fields)
 
 
-def _check_lengths(samples: Samples, processor: Processor, max_tokens: int) -> None:
+def _check_lengths(samples: Samples, takes: Takes, processor: Processor, max_tokens: int) -> None:
     """Check that no sample is longer than `max_tokens`.
 
     Most samples are not encoded: a text has at most one token per byte, so a sample with few bytes cannot be too long.
+    Images are prepared only if a sample could be too long and its number of visual tokens depends on its images.
 
     Raises:
         ParamsError: a sample is too long. The longest one is named.
@@ -94,10 +96,14 @@ def _check_lengths(samples: Samples, processor: Processor, max_tokens: int) -> N
     tokens_without_text: dict[tuple[int, int], int] = {}  # by number of images and turns
     for row, (images, turns, text_bytes) in enumerate(table.iter_rows()):
         if (images, turns) not in tokens_without_text:
-            tokens_without_text[images, turns] = _count_tokens(processor, (Turn(""),) * turns, images)
+            marks = processor.marks(images)
+            tokens_without_text[images, turns] = _count_tokens(processor, (Turn(""),) * turns, marks)
         if tokens_without_text[images, turns] + text_bytes <= longest_tokens:
             continue
-        tokens = _count_tokens(processor, samples.turns(row), images)
+        tokens = _count_tokens(processor, samples.turns(row), processor.marks(images))
+        if tokens > longest_tokens and not takes.fixed_marks:
+            prepared = processor.prepare(load_image(*image) for image in samples.images(row))
+            tokens = _count_tokens(processor, samples.turns(row), prepared.marks)
         if tokens > longest_tokens:
             longest_row = row
             longest_tokens = tokens
@@ -112,8 +118,7 @@ def _check_lengths(samples: Samples, processor: Processor, max_tokens: int) -> N
         )
 
 
-def _count_tokens(processor: Processor, turns: tuple[Turn, ...], images: int) -> int:
+def _count_tokens(processor: Processor, turns: tuple[Turn, ...], marks: tuple[str, ...]) -> int:
     """Return the length of the longest branch of a dialogue, in tokens."""
-    marks = processor.marks(images)
     branches = encode_dialogue(processor.encode_prompt, processor.encode_answer, turns, marks)
     return max(len(branch.ids) for branch in branches)

@@ -162,7 +162,8 @@ class Validation:
         """Answer the records that start at these rows and return the answers by row number.
 
         All prompts of a batch have the same length, so none needs padding and the records do not affect each other's
-        answers.
+        answers. `Captioner.answer` splits a batch in which they differ because the number of visual tokens depends on
+        the images.
         """
         own_rows = first_rows if self.needs_equal_forwards else first_rows[self.rank :: self.ranks]
         model.eval()
@@ -176,8 +177,8 @@ class Validation:
         for rows in rows_by_shape.values():
             for start in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[start : start + CAPTION_BATCH]
-                prepared = [self.loader.prepare_images(row, None) for row in batch]
-                texts, _ = captioner.answer(prepared, [self.samples.turns(row) for row in batch])
+                prepared = (self.loader.prepare_images(row, None) for row in batch)
+                texts = captioner.answer_in_parts(prepared, [self.samples.turns(row) for row in batch])
                 answers |= zip(batch, texts, strict=True)
         model.train()
         if self.needs_equal_forwards or self.ranks == 1:

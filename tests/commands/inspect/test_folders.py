@@ -70,6 +70,21 @@ READ = [
     numbered("llava", ("like pairs", "conversations, id: null}", "split: train")),
     FolderCase("several_questions", ("captions: conversations", "questions of their own: 4 of 4 rows")),
     FolderCase("question_in_a_column", ("question: question", "questions of their own: 4 of 4 rows")),
+    # conversations and histories as JSON texts
+    FolderCase(
+        "conversations_in_csv",
+        (
+            "columns: {images: images, captions: conversations, id: null}",
+            "images a row: 2 (2), 1 (1, the first is data.csv, line 3), 0 (1, the first is data.csv, line 4)",
+            "turns a row: 1 (3), 2 (1, the first is data.csv, line 3)",
+        ),
+    ),
+    FolderCase(
+        "conversations_about_one_image",
+        ("columns: {images: image, captions: messages}", "images a row: 1 (2), 0 (1, the first is data.csv, line 3)"),
+    ),
+    FolderCase("conversations_without_images", ("columns: {images: null, captions: messages}", "images a row: 0 (2)")),
+    FolderCase("history_in_csv", ("history: history", "turns a row: 2 (1), 1 (1, the first is data.csv, line 3)")),
 ]
 
 FOLDERS_WITH_QUESTIONS = [
@@ -129,6 +144,14 @@ REFUSED = [
     numbered("columns_that_tell_nothing", (Message("datasets.no_columns_of_images", columns=["x", "y"]),)),
     numbered("without_captions", (Message("datasets.no_column_of_captions", columns=["before", "after"]),)),
     numbered("captions_that_are_a_number", ("a whole number 7",)),
+    FolderCase(
+        "marks_without_a_column_of_images",
+        (Message("datasets.no_columns_of_images", columns=["name", "messages"]),),
+    ),
+    FolderCase(
+        "conversations_printed_by_python",
+        ("data.csv, line 3", Message("datasets.invalid_json_in_cell", key="conversations", position=3)),
+    ),
     numbered("folder_of_card", (Message("check.folder_of_card"),)),
     # folders without a table
     FolderCase(

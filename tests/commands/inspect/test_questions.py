@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from m3diff.commands.inspect.reading import UNCHANGED_BY_FLAG
@@ -51,6 +52,36 @@ def test_a_column_history_is_proposed_with_the_question(tmp_path):
         "history": "history",
     }
     assert "turns a row: 2 (1)" in output
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        {"messages": [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "like this"}]},
+        {"query": "Where is it?", "response": "on the left"},
+    ],
+    ids=["messages", "columns"],
+)
+def test_a_column_of_system_messages_is_counted_and_not_proposed_as_captions(tmp_path, talk):
+    save_picture(tmp_path / "a.png", 1)
+    save_picture(tmp_path / "b.png", 2)
+    row = {"before": "a.png", "after": "b.png", "system": "You are a helpful assistant.", "split": "train"}
+    write_json(tmp_path / "m.json", [row | talk])
+    is_sound, output = check_folder(tmp_path)
+    assert is_sound, output
+    assert "not read" not in output
+    assert "replaces 1 system message" in output
+    (entry,) = printed_entries(output)
+    assert "system" not in entry["options"]["columns"]
+
+
+def test_a_text_column_system_beside_captions_is_listed_as_not_read(tmp_path):
+    save_picture(tmp_path / "a.png", 1)
+    save_picture(tmp_path / "b.png", 2)
+    row = {"before": "a.png", "after": "b.png", "captions": "it fell", "system": "the solar system"}
+    write_json(tmp_path / "m.json", [row | {"split": "train"}])
+    _, output = check_folder(tmp_path)
+    assert "text columns that are not read: system" in output
 
 
 def test_a_table_of_captions_has_no_lines_about_questions(tmp_path):

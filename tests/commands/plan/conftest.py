@@ -47,13 +47,13 @@ class ToyModel(torch.nn.Module):
     adapter, 8 and 2 numbers a token; and the softmax, 6 numbers in fp32 a supervised token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: "ToyConfig") -> None:
         super().__init__()
         self.vision = torch.nn.Linear(4, 4)
         self.vision_norm = torch.nn.LayerNorm(4)
         self.projector = torch.nn.Linear(4, 8, bias=False)
         self.llm = torch.nn.ModuleDict({"up": torch.nn.Linear(8, 6, bias=False), "embed": torch.nn.Embedding(50, 8)})
-        self.config = ToyConfig()
+        self.config = config
 
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.llm["up"]
@@ -76,9 +76,24 @@ class ToyConfig:
     image_tokens: int = IMAGE_TOKENS
     image_token_index: int = 3
 
+    @classmethod
+    def from_folder(cls, folder: str, module: None) -> "ToyConfig":
+        return cls()
+
+    @classmethod
+    def for_published_base(cls, name: str, module: None) -> "ToyConfig":
+        return cls()
+
+
+ToyModel.config_class = ToyConfig  # type: ignore[attr-defined]
+
 
 class WordProcessor:
     """Makes a token of each word. A prompt also has the images and one more token, a reference its end."""
+
+    @classmethod
+    def of_folder(cls, folder: str, config: ToyConfig) -> "WordProcessor":
+        return cls()
 
     def marks(self, images: int) -> tuple[str, ...]:
         return (IMAGE_TOKENS // images * "<image>",) * images
@@ -91,33 +106,23 @@ class WordProcessor:
         return [0] * (len(text.split()) + 1)
 
 
-class ToyFamily(Family):
-    def build(self, config: object) -> torch.nn.Module:
-        return ToyModel()
-
-    def load_processor(self, folder: Path, config: object = None) -> WordProcessor:
-        return WordProcessor()
-
-    def planned_config(self, base: Path, settings: object) -> "ToyConfig":
-        return ToyConfig()
-
-    def fuse(self, model: torch.nn.Module, activation_checkpointing: str) -> None: ...
-
-    def flops(self, model: torch.nn.Module, tokens: float, supervised: float) -> list[Term]:
-        return [
-            Term("linears", 100 * tokens, 100 * tokens, recomputed=100 * tokens),
-            Term("LoRA", 20, 40, recomputed=20),
-            Term("head", 7 * supervised, 7 * supervised),
-        ]
+def count_toy_flops(model: torch.nn.Module, family: Family, tokens: float, supervised: float) -> list[Term]:
+    return [
+        Term("linears", 100 * tokens, 100 * tokens, recomputed=100 * tokens),
+        Term("LoRA", 20, 40, recomputed=20),
+        Term("head", 7 * supervised, 7 * supervised),
+    ]
 
 
-TOY = ToyFamily(
-    settings=ToySettings,
+TOY = Family(
+    settings=ToySettings,  # type: ignore[arg-type]
     parts={"vision": ("vision",), "projector": ("projector.",), "llm": ("llm.",)},
     lora_targets={"llm": r"llm\.up"},
     unused_parameters=("vision_norm.",),
-    classes=None,
+    classes=lambda: (ToyModel, WordProcessor),  # type: ignore[arg-type,return-value]
     faults=lambda settings, base: [],
+    fuse=lambda model, activation_checkpointing: None,
+    count_flops=count_toy_flops,
 )
 
 

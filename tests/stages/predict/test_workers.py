@@ -6,7 +6,8 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +29,12 @@ from m3diff.records.sample import Turn
 from m3diff.stages.predict import stage
 from m3diff.stages.predict.stage import (
     PREPARED_BATCHES,
-    PREPARED_BYTES,
     Batch,
     CaptionJob,
     Prediction,
     WorkersDiedError,
     caption_batches,
+    caption_in_order,
     caption_on_ray,
     predict,
     prepare_images,
@@ -41,6 +42,7 @@ from m3diff.stages.predict.stage import (
     split_into_batches,
 )
 from tests.errors import raises
+from tests.prepared_sets import SET_BYTES, PreparedSets
 from tests.stages.predict.conftest import ORDER, compute, settings, write_test_split
 
 
@@ -79,24 +81,64 @@ class Processor:
         return (0,) * len(turn.question)
 
 
-PAIR_BYTES = 2 * 40 * 40 * 3
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert is_true()
 
 
-@pytest.mark.parametrize(
-    ("most_bytes", "batches_ahead"),
-    [(PREPARED_BYTES, PREPARED_BATCHES), (2 * PAIR_BYTES, 2), (2 * PAIR_BYTES - 1, 1)],
-    ids=["two batches", "memory for two", "memory for less than two"],
-)
-def test_images_are_prepared_two_batches_ahead_if_memory_allows(most_bytes, batches_ahead, mixture, monkeypatch):
-    monkeypatch.setattr(stage, "PREPARED_BYTES", most_bytes)
-    batches = in_batches(mixture)
+def test_images_are_prepared_two_batches_ahead(mixture):
     processor = Processor()
-    stream = prepare_images(batches, processor, threads=2)
+    stream = prepare_images(in_batches(mixture), processor, threads=2)
     next(stream)
+    wait_until(lambda: processor.prepared >= 2 * (1 + PREPARED_BATCHES))
     stream.close()  # waits for the threads
-    images = 2 * (1 + batches_ahead)
-    assert processor.prepared == images + 2, "one pair is prepared once more, to learn its size"
-    assert len(list(prepare_images(batches, processor, threads=2))) == len(batches)
+    assert processor.prepared == 2 * (1 + PREPARED_BATCHES)
+
+
+def wait_until_full(sets: PreparedSets, most_bytes: int, count: int) -> None:
+    deadline = time.monotonic() + 20
+    while sets.held_bytes < most_bytes and sets.prepared < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("sizes", [(), (10,), (5 * SET_BYTES, 10, 10)], ids=["equal", "small first", "large first"])
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_prepared_images_take_no_more_memory_than_the_limit(size, sizes, threads, mixture, monkeypatch):
+    monkeypatch.setattr(stage, "MAX_PREPARED_BYTES", 4 * SET_BYTES)
+    sets: Any = PreparedSets(sizes)
+    batches = [batch._replace(items=batch.items * 4) for batch in in_batches(mixture, size)]
+    items = [item for batch in batches for item in batch.items]
+    set_count = 0
+    for _, prepared in prepare_images(batches, sets, threads):
+        set_count += len(prepared)
+        wait_until_full(sets, 4 * SET_BYTES, len(items))  # as if the model computed meanwhile
+    assert set_count == sets.prepared == len(items)
+    largest = max(*sizes, SET_BYTES) if sizes else SET_BYTES
+    assert sets.peak_bytes < 4 * SET_BYTES + threads * largest
+    assert sets.peak_bytes >= 4 * SET_BYTES, "nothing was prepared ahead"
+    del prepared
+    assert sets.held_bytes == 0
+
+
+def test_a_batch_above_the_limit_is_answered_in_parts(mixture, monkeypatch):
+    monkeypatch.setattr(stage, "MAX_PREPARED_BYTES", 4 * SET_BYTES)
+    parts = []
+
+    def answer(prepared: list[Prepared], dialogues: list[Any], saliency: bool) -> Any:
+        questions = [turns[-1].question for turns in dialogues]
+        parts.append((len(prepared), questions, saliency))
+        return [question.upper() for question in questions], None
+
+    items = [item._replace(turns=(Turn(name),)) for item, name in zip(read_test_items(mixture), "abcd", strict=False)]
+    batches = [Batch(10, items[:3], saliency=True), Batch(11, items[1:], saliency=False)]
+    captioner: Any = SimpleNamespace(processor=PreparedSets(), answer=answer)
+    predictions = dict(caption_in_order(captioner, batches, 2))
+    assert parts == [(2, ["a", "b"], True), (1, ["c"], True), (2, ["b", "c"], False), (1, ["d"], False)]
+    assert [prediction.caption for prediction in predictions[10]] == ["A", "B", "C"]
+    assert [prediction.caption for prediction in predictions[11]] == ["B", "C", "D"]
 
 
 def test_an_image_that_cannot_be_read_ends_the_preparation(tmp_path):

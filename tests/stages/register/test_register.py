@@ -31,7 +31,7 @@ from PIL import Image
 
 from m3diff.__main__ import main
 from m3diff.models import generation
-from m3diff.models.contract import Takes
+from m3diff.models.contract import Prepared, Takes
 from m3diff.models.generation import Captioner
 from m3diff.models.sample_limits import TrainedOn
 from m3diff.provenance.code import digest_code
@@ -47,6 +47,7 @@ from m3diff.stages.register.pyfunc import BATCH_ROWS, PyfuncCaptioner, open_imag
 from tests import toy
 from tests.errors import Message, raises
 from tests.layouts import write_record_table
+from tests.prepared_sets import SET_BYTES, PreparedSets
 from tests.servers import free_port
 from tests.stages.register.forks import KILLED, Forks
 from tests.toy import change, store
@@ -489,14 +490,14 @@ class Recorder(Captioner):
         self.trained_on = trained_on or TrainedOn("What changed?")
         self.question = "What changed?"
         self.processor: Any = SimpleNamespace(
-            prepare=lambda images: [str(image.getpixel((0, 0))[0]) for image in images],
+            prepare=lambda images: Prepared({}, tuple(str(image.getpixel((0, 0))[0]) for image in images)),
             marks=lambda images: ("<image>",) * images,
             encode_prompt=lambda turns, marks: tuple("".join(text for turn in turns for text in turn)) + marks,
         )
 
     def answer(self, prepared: Any, dialogues: Any, saliency: bool = False) -> Any:
         self.batches.append([" ".join(text for turn in turns for text in turn if text) for turns in dialogues])
-        return [">".join(colours) for colours in prepared], None
+        return [">".join(images.marks) for images in prepared], None
 
 
 def write_reds(folder: Path, count: int) -> list[str]:
@@ -542,6 +543,17 @@ def test_rows_of_different_samples_are_answered_apart(tmp_path):
     ]
     assert model.predict(None, pd.DataFrame(rows)) == ["0>1", "2", "1>2", "", "2>0"]
     assert model.captioner.batches == [["Why?", "When"], ["How?"], ["Is it red? Yes. Why?"], ["Who?"]]
+
+
+def test_rows_whose_images_take_much_memory_are_answered_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "MAX_PREPARED_BYTES", 2 * SET_BYTES)
+    model = pyfunc_with(Recorder())
+    sets = PreparedSets()
+    model.captioner.processor.prepare = sets.prepare
+    before, after = write_reds(tmp_path, 2)
+    assert len(model.predict(None, pd.DataFrame([{"before": before, "after": after}] * 5))) == 5
+    assert [len(batch) for batch in model.captioner.batches] == [2, 2, 1]
+    assert sets.peak_bytes == 2 * SET_BYTES
 
 
 TURN = {"question": "a", "answer": "b"}

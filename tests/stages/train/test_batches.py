@@ -4,6 +4,7 @@ import math
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -74,19 +75,53 @@ def samples(pairs: int = 7) -> Samples:
     return Samples(pl.DataFrame({name: names if name in ("record", "image_set") else values for name in SCHEMA}))
 
 
-def samples_of_questions(*questions: str) -> Samples:
-    return Samples(pl.DataFrame({name: list(questions) for name in SCHEMA}, schema=dict.fromkeys(SCHEMA, pl.String)))
+def samples_of_questions(*questions: str, images: int = 2, earlier_turns: int = 0) -> Samples:
+    """Return samples with these questions, each about so many images and after so many turns."""
+    rows = []
+    for question in questions:
+        row: dict[str, Any] = dict.fromkeys(("record", "image_set", "dataset", "answer"), "")
+        row |= {"question": question, "images": [{"uri": "", "sha256": b""}] * images}
+        rows.append(row | {"history": [{"question": "before", "answer": ""}] * earlier_turns})
+    return Samples(pl.DataFrame(rows, schema=SCHEMA))
+
+
+def joined(*parts: Samples) -> Samples:
+    """Return one split with the samples of all parts, in their order."""
+    return Samples(pl.concat(part.table for part in parts))
+
+
+FOLLOW_UPS = samples_of_questions("c", "c", "c", earlier_turns=1)
+SINGLE_IMAGES = samples_of_questions("s", "s", "s", images=1)
 
 
 @pytest.mark.parametrize(
     ("splits", "expected"),
     [
         ([samples_of_questions("b", "a", "b"), samples_of_questions("a", "a", "a")], "b"),
-        ([samples_of_questions("b", "a"), samples_of_questions("b")], "a"),
+        ([samples_of_questions("b", "a"), samples_of_questions("a")], "b"),
         ([samples_of_questions(), samples_of_questions("c")], "c"),
         ([samples_of_questions(), samples_of_questions()], None),
+        ([joined(FOLLOW_UPS, samples_of_questions("a"))], "a"),
+        ([FOLLOW_UPS, samples_of_questions("a")], "a"),
+        ([FOLLOW_UPS, FOLLOW_UPS], None),
+        ([joined(SINGLE_IMAGES, samples_of_questions("a"))], "a"),
+        ([SINGLE_IMAGES, samples_of_questions("a")], "a"),
+        ([joined(samples_of_questions("t", images=0), SINGLE_IMAGES)], "s"),
+        ([samples_of_questions("t", images=0), SINGLE_IMAGES], "s"),
     ],
-    ids=["most frequent", "alphabetical", "no validation", "no samples"],
+    ids=[
+        "most frequent",
+        "first of equals",
+        "no validation",
+        "no samples",
+        "no follow-up",
+        "validation of follow-ups",
+        "follow-ups alone",
+        "pairs before images",
+        "pairs in training alone",
+        "images before texts",
+        "images in training alone",
+    ],
 )
 def test_the_usual_question_is_that_of_validation(splits, expected):
     assert find_usual_question(*splits) == expected

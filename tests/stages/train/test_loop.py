@@ -231,6 +231,36 @@ def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(st
     assert all(torch.isfinite(moment).all() for moment in load_file(newest / "exp_avg.safetensors").values())
 
 
+def test_code_that_cannot_save_the_model_is_tried_once(workspace, monkeypatch):
+    exports = []
+
+    def save(*_: Any, **__: Any) -> None:
+        exports.append(1)
+        raise AttributeError("'Glimpse' object has no attribute 'generation_config'")
+
+    monkeypatch.setattr(loop, "save_checkpoint", save)
+    with raises(ParamsError, "train.wrong_code", family="m3diff") as refused:
+        workspace.run(max_failures=2)
+    assert "generation_config" in refused.value.fields["cause"]
+    assert refused.value.fields["location"].startswith("test_loop.py:")
+    assert len(exports) == 1
+
+
+def test_a_disk_that_fails_at_the_export_is_tried_again(workspace, monkeypatch):
+    exports = []
+    save_checkpoint = loop.save_checkpoint
+
+    def save(*arguments: Any, **fields: Any) -> None:
+        exports.append(1)
+        if len(exports) == 1:
+            raise OSError(5, "Input/output error")
+        save_checkpoint(*arguments, **fields)
+
+    monkeypatch.setattr(loop, "save_checkpoint", save)
+    workspace.run(max_failures=2)
+    assert len(exports) == 2
+
+
 def test_best_exports_the_checkpoint_with_the_highest_cider(workspace, monkeypatch):
     scores = iter([0.2, 0.9, 0.5])
     weights_by_step = {}
@@ -289,16 +319,16 @@ def training(workspace: Workspace, alone: None, capfd: pytest.CaptureFixture[str
 
 
 @pytest.fixture
-def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """Return the tokens and supervised tokens of each call of `Family.flops`, which returns 3 GFLOP per sequence."""
+def flops_arguments(training: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """Return the tokens and supervised tokens of each call of `count_flops`, which returns 3 GFLOP per sequence."""
     lengths: list[tuple[float, float]] = []
     terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]
 
-    def flops(family: Family, model: Any, tokens: float, supervised: float) -> list[SimpleNamespace]:
+    def count_flops(model: Any, family: Family, tokens: float, supervised: float) -> list[SimpleNamespace]:
         lengths.append((tokens, supervised))
         return terms
 
-    monkeypatch.setattr(Family, "flops", flops)
+    monkeypatch.setattr(training, "family", replace(training.family, count_flops=count_flops))
     return lengths
 
 

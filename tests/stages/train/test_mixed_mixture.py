@@ -53,7 +53,7 @@ def test_a_run_trains_on_all_of_them_and_its_manifest_says_so(mixed_mixture, bas
     trained = run(recipe(base, **COMPUTE), mixed_mixture, tmp_path)
     assert trained.report.rows_out == 2 * len(read_training_samples(mixed_mixture))
     trained_on = read_manifest(tmp_path / "out" / "checkpoint")["trained_on"]
-    assert trained_on == {"question": "Question 1?", "own_questions": False, "images": [0, 1, 2], "turns": 2}
+    assert trained_on == {"question": "Question 4?", "own_questions": False, "images": [0, 1, 2], "turns": 2}
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from m3diff.images.open import load_image
-from m3diff.models import FAMILIES
+from m3diff.models import FAMILIES, generation
 from m3diff.models.device import Device
 from m3diff.models.fused import register_kernels
 from m3diff.stages.train import validation
@@ -164,7 +164,9 @@ def test_answers_to_the_questions_of_a_dataset_are_scored_by_exact_matches(base,
     assert answered_rows[-3:] == [first_rows[0] - 1, *first_rows], "each question is asked, not only the first"
 
 
-def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, model, monkeypatch):
+@pytest.mark.parametrize(("most_bytes", "sizes"), [(1 << 30, [2, 2]), (1, [1] * 4)], ids=["small", "large images"])
+def test_captions_are_the_deployed_captioner_s_for_each_question(most_bytes, sizes, base, mixture, model, monkeypatch):
+    monkeypatch.setattr(generation, "MAX_PREPARED_BYTES", most_bytes)
     monkeypatch.setattr(validation, "MAX_NEW_TOKENS", 4)
     monkeypatch.setattr(validation, "CAPTION_BATCH", 2)
     scorer = validator(base, mixture)
@@ -181,7 +183,7 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(base, mixture, 
 
     monkeypatch.setattr(validation.Captioner, "answer", answer)
     actual = scorer._answers(SimpleNamespace(module=model, eval=model.eval, train=model.train), rows)
-    assert batches == [("What changed?", 2), ("What changed?", 2), ("Describe the difference.", 1)]
+    assert batches == [*(("What changed?", size) for size in sizes), ("Describe the difference.", 1)]
     captioner = validation.Captioner(model.get_base_model(), scorer.processor, scorer.family, 4)
     expected = {}
     for row in rows:
