@@ -6,6 +6,8 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,17 +35,49 @@ NUMBER_AND_NOUN = re.compile(r"\{\w+:,\} (?:[a-z]+ )?(?!is\b|has\b|was\b)[a-z]+s
 SAMPLE_NUMBER = 1234  # value in the snapshot of fields that are numbers
 
 
-def error_classes() -> set[str]:
-    """Return the names of all classes of errors with codes, and `Fault`."""
-    bases: dict[str, list[str]] = {}
-    for _, tree in modules():
+@dataclass
+class CodeFacts:
+    """What these tests read in the code. The syntax trees are not kept, because each garbage collection visits them.
+
+    Attributes:
+        bases: the names of the base classes of each class.
+        calls: the location, the last part of the function's name and the call, of each call with arguments.
+        constants: all string constants.
+    """
+
+    bases: dict[str, set[str]] = field(default_factory=dict)
+    calls: list[tuple[str, str, ast.Call]] = field(default_factory=list)
+    constants: set[str] = field(default_factory=set)
+
+    def error_classes(self) -> set[str]:
+        """Return the names of all classes of errors with codes, and `Fault`."""
+        classes = {"CodedError"}
+        while subclasses := {name for name, parents in self.bases.items() if classes & parents} - classes:
+            classes |= subclasses
+        return classes | {"Fault"}
+
+
+def last_name(node: ast.expr) -> str:
+    """Return `c` for `a.b.c` and `c`, and an empty string for what is neither a name nor an attribute."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@cache
+def code_facts() -> CodeFacts:
+    facts = CodeFacts()
+    for path, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                bases[node.name] = [ast.unparse(base) for base in node.bases]
-    classes = {"CodedError"}
-    while subclasses := {name for name, parents in bases.items() if classes & set(parents)} - classes:
-        classes |= subclasses
-    return classes | {"Fault"}
+                facts.bases[node.name] = {last_name(base) for base in node.bases}
+            elif isinstance(node, ast.Call) and node.args:
+                facts.calls.append((f"{path}:{node.lineno}", last_name(node.func), node))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                facts.constants.add(node.value)
+    classes = facts.error_classes()
+    facts.calls = [call for call in facts.calls if call[1] in classes]
+    return facts
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -54,11 +88,8 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
     """Yield the location and the call of every place where the code creates an error or a fault."""
-    classes = error_classes()
-    for path, tree in modules():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in classes and node.args:
-                yield f"{path}:{node.lineno}", node
+    for location, _, call in code_facts().calls:
+        yield location, call
 
 
 def codes_of(argument: ast.expr) -> list[str]:
@@ -66,16 +97,6 @@ def codes_of(argument: ast.expr) -> list[str]:
     if isinstance(argument, ast.IfExp):
         return codes_of(argument.body) + codes_of(argument.orelse)
     return [argument.value] if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else []
-
-
-def all_constants() -> set[str]:
-    """Return all string constants of the code. A code that is not among them is never raised."""
-    texts = set()
-    for _, tree in modules():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.add(node.value)
-    return texts
 
 
 def template_fields(code: str) -> set[str]:
@@ -108,7 +129,7 @@ def test_an_error_has_the_fields_of_its_message() -> None:
 
 
 def test_every_message_is_raised_somewhere() -> None:
-    assert sorted(wording().keys() - all_constants()) == []
+    assert sorted(wording().keys() - code_facts().constants) == []
 
 
 def test_a_message_has_a_problem_and_at_most_a_remedy() -> None:

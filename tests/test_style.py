@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 
@@ -32,16 +33,17 @@ ALLOWED_NAMES = {
 }
 
 
-@cache
-def parsed_files() -> dict[str, ast.Module]:
-    """Return the syntax tree of every Python file in `FOLDERS` by its path, without links."""
+def parsed_files() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the path and the syntax tree of every Python file in `FOLDERS`, without links."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *FOLDERS]
     listed = subprocess.check_output(command, cwd=REPOSITORY, text=True).splitlines()
     paths = [REPOSITORY / name for name in listed if name.endswith(".py")]
-    files = [path for path in paths if path.is_file() and not path.is_symlink()]
-    return {str(path.relative_to(REPOSITORY)): ast.parse(path.read_text("utf-8")) for path in files}
+    for path in sorted(paths):
+        if path.is_file() and not path.is_symlink():
+            yield str(path.relative_to(REPOSITORY)), ast.parse(path.read_text("utf-8"))
 
 
+@cache
 def is_vague(name: str) -> bool:
     """Tell whether every word of a name is vague: `found`, `_found`, `FOUND` and `all_of` are, `found_rows` is not.
 
@@ -126,23 +128,41 @@ RULES: dict[str, Callable[[str, ast.Module], Iterator[str]]] = {
 }
 
 
-def violations_by_file(rule: str) -> dict[str, list[str]]:
-    """Return the violations of a rule, by file; files without any are left out."""
-    violations = {path: list(RULES[rule](path, tree)) for path, tree in sorted(parsed_files().items())}
-    return {path: lines for path, lines in violations.items() if lines}
+class Findings(NamedTuple):
+    """What a pass over all files finds. The syntax trees are not kept, because each garbage collection visits them.
+
+    Attributes:
+        violations: the violations of each rule, by file; files without any are left out.
+        used_allowances: the keys of `ALLOWED_NAMES` whose name the code binds.
+    """
+
+    violations: dict[str, dict[str, list[str]]]
+    used_allowances: set[tuple[str, str]]
+
+
+@cache
+def findings() -> Findings:
+    """Parse each file once for all rules, because parsing takes longer than the rules."""
+    violations: dict[str, dict[str, list[str]]] = {rule: {} for rule in RULES}
+    used = set()
+    for path, tree in parsed_files():
+        for rule, find in RULES.items():
+            if lines := list(find(path, tree)):
+                violations[rule][path] = lines
+        allowances = [(start, name) for start, name in ALLOWED_NAMES if f"{path}/".startswith(f"{start}/")]
+        if allowances:
+            names = {bound_name(node) for node in ast.walk(tree)}
+            used |= {(start, name) for start, name in allowances if name in names}
+    return Findings(violations, used)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_no_file_breaks_a_rule(rule: str) -> None:
-    assert violations_by_file(rule) == {}
+    assert findings().violations[rule] == {}
 
 
 def test_every_allowed_name_is_used() -> None:
-    unused = set(ALLOWED_NAMES)
-    for path, tree in parsed_files().items():
-        names = {bound_name(node) for node in ast.walk(tree)}
-        unused -= {(start, name) for start, name in unused if f"{path}/".startswith(f"{start}/") and name in names}
-    assert unused == set()
+    assert ALLOWED_NAMES.keys() - findings().used_allowances == set()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,12 @@ from tests.layouts import judge_by_polars_alone
 PAIRS = 60
 
 
+@pytest.fixture(autouse=True)
+def no_worker_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the images in this process. These tests would start 24 pools, in which each worker imports all again."""
+    monkeypatch.setattr("m3diff.images.check.MIN_FILES_FOR_WORKERS", 2 * PAIRS)
+
+
 @pytest.fixture
 def photographs(tmp_path: Path) -> Path:
     """vorher/ and nachher/ with sixty pictures of noise each, and fotos.csv with semicolons and a German header."""

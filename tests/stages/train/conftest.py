@@ -26,11 +26,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Set up a process group with this process as the only worker."""
-    gc.freeze()  # what is there before costs the collection below seconds
+    # What is there before would cost the collection below seconds. It stays frozen, because thawing brings back all
+    # modules that tests/conftest.py froze, and each later collection visits them
+    gc.freeze()
     with single_worker_group(False):
         yield
         gc.collect()  # the group that an engine holds: a process that a later test forks would hang in its end
-    gc.unfreeze()
 
 
 @pytest.fixture
