@@ -16,6 +16,8 @@ DATASETS: LazyMapping["DatasetSpec"] = LazyMapping(  # the keys are the values o
         "emu_edit": "m3diff.datasets.emu_edit",
         "iedit": "m3diff.datasets.iedit",
         "levir_cc": "m3diff.datasets.levir_cc",
+        "llava_instruct": "m3diff.datasets.llava_instruct",
+        "llava_pretrain": "m3diff.datasets.llava_pretrain",
         "magicbrush": "m3diff.datasets.magicbrush",
         "minichange": "m3diff.datasets.minichange",
         "nlvr2": "m3diff.datasets.nlvr2",

@@ -19,6 +19,7 @@ from tests.layouts import write_clevr
 USES = ("train", "redistribute", "show")
 ANSWERS = {"minichange": "yes", "pairs": "yes"}  # of the licence to each use
 ANSWERS |= dict.fromkeys(("birds_to_words", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
+ANSWERS |= dict.fromkeys(("llava_instruct", "llava_pretrain"), "conditions")
 ANSWERS |= dict.fromkeys(("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "spot_the_diff"), "unstated")
 
 
@@ -88,6 +89,8 @@ def test_published_pairs_and_references_of_every_part():
         "emu_edit": ((0, 0), (3_589, 3_589), (2_022, 2_022)),
         "iedit": ((3_061, 3_061), (383, 1_149), (495, 1_485)),
         "levir_cc": ((6_815, 34_075), (1_333, 6_665), (1_929, 9_645)),
+        "llava_instruct": ((665_298, 665_298), (0, 0), (0, 0)),
+        "llava_pretrain": ((558_128, 558_128), (0, 0), (0, 0)),
         "omnidiff_real": ((7_007, 7_007), (799, 799), (803, 803)),
         "omnidiff_render": ((5_445, 5_445), (777, 777), (767, 767)),
         "spot_the_diff": ((8_566, 17_676), (1_493, 3_310), (1_270, 2_107)),
@@ -128,7 +131,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 27
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 29
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -143,7 +146,8 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
     datasets_with_source = {dataset for (dataset, _), protocol in PROTOCOLS.items() if protocol.source}
-    assert set(DATASETS) - datasets_with_source == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
+    expected = {"emu_edit", "llava_instruct", "llava_pretrain", "magicbrush", "minichange", "nlvr2", "pairs"}
+    assert set(DATASETS) - datasets_with_source == expected
 
 
 def test_the_ids_of_clevr_change_select_pairs_with_and_without_a_change(tmp_path):
