@@ -23,6 +23,7 @@ DATASETS: LazyMapping["DatasetSpec"] = LazyMapping(  # the keys are the values o
         "nlvr2": "m3diff.datasets.nlvr2",
         "omnidiff": "m3diff.datasets.omnidiff",
         "pairs": "m3diff.datasets.pairs",
+        "sidecar": "m3diff.datasets.sidecar",
         "spot_the_diff": "m3diff.datasets.spot_the_diff",
         "syned": "m3diff.datasets.syned",
     },

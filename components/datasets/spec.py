@@ -325,6 +325,8 @@ class DatasetSpec:
     # Takes the root; returns whether the content of the files is this dataset's. None if no other data have files with
     # these names
     recognise: Callable[[Path], bool] | None = None
+    # Takes the root; returns the options with which to read it. None if the defaults read every folder of this layout
+    options_of: Callable[[Path], Mapping[str, Any]] | None = None
     task: str = "difference"  # task in the file `convert.questions` whose questions are used
     published: tuple[Published, ...] = ()
     references: int | None = None  # number of references in the paper, if no numbers per split are published

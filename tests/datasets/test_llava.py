@@ -5,60 +5,41 @@ The forms of the rows are those of the files' pages and of LLaVA's code (haotian
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 
-from m3diff.commands.inspect import check
 from m3diff.datasets import DATASETS, llava_instruct, llava_pretrain
 from m3diff.datasets.spec import read_with_notes
 from m3diff.records.errors import DataError
 from m3diff.stages.ingest.stage import to_records
-from tests.datasets.test_conversations import llava
 from tests.errors import Message, raises
-from tests.layouts import judge_by_polars_alone, make_entry, run_ingest, run_validate, save_picture, write_json
-
-PRETRAIN = [
-    {
-        "id": "004539375",
-        "image": "00453/004539375.jpg",
-        "conversations": llava("Say briefly what is shown.\n<image>", "a grey mattress"),
-    },
-    {"id": "002239345", "image": "00223/002239345.jpg", "conversations": llava("<image>\nDescribe it.", "a red kite")},
-]
-BUS = "coco/train2017/000000033471.jpg"
-DIALOGUE = llava("<image>\nWhat colour is the bus?", "It is blue.", "Who is in it?", "Nobody.", "Where is it?", "Here.")
-DOG = "vg/VG_100K_2/1.jpg"
-INSTRUCT: list[dict[str, Any]] = [
-    {"id": "000000033471", "image": BUS, "conversations": DIALOGUE},
-    {"id": 33471, "image": BUS, "conversations": llava("Is it day?\nAnswer in one word.\n<image>", "Yes")},
-    {"id": "wgByO4Y_0", "model": "", "conversations": llava("Write a rhyme.", "Sun, fun.", "Another.", "Sea, tea.")},
-    {"id": "wgByO4Y_0", "image": DOG, "conversations": llava("Where is the dog?\n<image>", "[0.1, 0.2]")},
-]
+from tests.layouts import (
+    BUS,
+    DOG,
+    LLAVA_INSTRUCT,
+    LLAVA_PRETRAIN,
+    WRITERS,
+    conversation,
+    judge_by_polars_alone,
+    make_entry,
+    run_ingest,
+    run_validate,
+    save_picture,
+    write_json,
+    write_llava,
+)
 
 
-def write_pretrain(root: Path, rows: list[dict[str, Any]] = PRETRAIN) -> Path:
-    write(root, rows, llava_pretrain.FILE, root / "images")
-    return root
+def write_pretrain(root: Path) -> Path:
+    return WRITERS["llava_pretrain"](root)
 
 
-def write_instruct(root: Path, rows: list[dict[str, Any]] = INSTRUCT) -> Path:
-    write(root, rows, llava_instruct.FILE, root)
-    return root
-
-
-def write(root: Path, rows: list[dict[str, Any]], file: str, images: Path) -> None:
-    """Write a file with its images. Each image has another number."""
-    root.mkdir(parents=True, exist_ok=True)
-    write_json(root / file, rows)
-    names = [row["image"] for row in rows if isinstance(row.get("image"), str)]
-    for number, name in enumerate(dict.fromkeys(names)):
-        save_picture(images / name, number, 30 * number % 256)
-
-
-FOLDERS = {"llava_pretrain": write_pretrain, "llava_instruct": write_instruct}
+def write_instruct(root: Path, rows: Sequence[Mapping[str, Any]] = LLAVA_INSTRUCT) -> Path:
+    return write_llava(root, llava_instruct.FILE, rows)
 
 
 def test_captions_of_single_images_are_read_as_questions_with_the_image_first(tmp_path):
@@ -85,11 +66,11 @@ def test_dialogues_text_alone_and_repeated_ids_are_read_row_by_row(tmp_path):
     assert [row.name for row in rows] == ["0", "1", "2", "3"], "ids are repeated, and numbers and texts"
     assert [row.images for row in rows] == [(BUS,), (BUS,), (), (DOG,)]
     assert [row.image_set for row in rows] == [BUS, BUS, "no image 2", DOG]
-    turns = (("What colour is the bus?", "It is blue."), ("Who is in it?", "Nobody."))
+    turns = (("What colour is it?", "It is blue."), ("Who is in it?", "Nobody."))
     assert rows[0].history == turns
     assert rows[0].question == "Where is it?"
     assert rows[1].question == "Is it day?\nAnswer in one word."
-    assert rows[2].history == (("Write a rhyme.", "Sun, fun."),)
+    assert rows[2].history == (("A rhyme?", "Sun, fun."),)
     assert rows[3].references == ["[0.1, 0.2]"], "an answer that is a JSON list is one answer"
 
 
@@ -102,8 +83,10 @@ def test_every_record_has_a_question_of_its_own_and_a_dialogue_is_one_record(tmp
 
 
 def test_splits_are_drawn_by_image_if_the_option_asks_for_it(tmp_path):
-    rows = [{"image": f"coco/{number // 2}.jpg", "conversations": llava("A?", str(number))} for number in range(80)]
-    rows += [{"conversations": llava("B?", str(number))} for number in range(80)]
+    rows = [
+        {"image": f"coco/{number // 2}.jpg", "conversations": conversation("A?", str(number))} for number in range(80)
+    ]
+    rows += [{"conversations": conversation("B?", str(number))} for number in range(80)]
     write_json(tmp_path / llava_instruct.FILE, rows)
     read_rows, notes = read_with_notes(
         DATASETS["llava_instruct"], tmp_path, {"split": {"test": 0.2, "val": 0.2, "seed": 1}}
@@ -118,14 +101,17 @@ def test_splits_are_drawn_by_image_if_the_option_asks_for_it(tmp_path):
 
 @pytest.mark.parametrize("option", [{"images": ""}, {"images": "photos"}, {"manifest": "part.json", "images": ""}])
 def test_file_and_folder_of_the_images_are_options(tmp_path, option):
-    write_json(tmp_path / option.get("manifest", llava_pretrain.FILE), PRETRAIN)
+    write_json(tmp_path / option.get("manifest", llava_pretrain.FILE), LLAVA_PRETRAIN)
     first_row = next(iter(llava_pretrain.read(tmp_path, **option)))
     folder = f"{option['images']}/" if option["images"] else ""
     assert first_row.images == (f"{folder}00453/004539375.jpg",)
 
 
 OCR = [
-    {"image": f"ocr_vqa/images/{number}.jpg", "conversations": llava("<image>\nWho wrote it?", f"Author {number}")}
+    {
+        "image": f"ocr_vqa/images/{number}.jpg",
+        "conversations": conversation("<image>\nWho wrote it?", f"Author {number}"),
+    }
     for number in range(5)
 ]
 
@@ -167,23 +153,27 @@ def test_rows_without_their_image_go_to_quarantine_up_to_the_allowed_share(tmp_p
 
 FAULTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "the assistant begins": (
-        {"image": BUS, "conversations": llava("A?", "x", "B?", "y")[1:]},
+        {"image": BUS, "conversations": conversation("A?", "x", "B?", "y")[1:]},
         "dialogue_begins_with_answer",
         {"key": "conversations.0", "role": "gpt"},
     ),
-    "no answer": ({"image": BUS, "conversations": llava("<image>\nA?")}, "question_without_answer", {"turn": 0}),
+    "no answer": ({"image": BUS, "conversations": conversation("<image>\nA?")}, "question_without_answer", {"turn": 0}),
     "no turn": ({"image": BUS, "conversations": []}, "question_without_answer", {"turn": 0}),
     "no conversation": ({"id": 3, "image": BUS}, "missing_value", {"key": "conversations"}),
     "a text": ({"conversations": ["A?", "x"]}, "unexpected_value", {"key": "conversations"}),
-    "a list of images": ({"image": [BUS], "conversations": llava("A?", "x")}, "unexpected_value", {"key": "image"}),
-    "an empty name": ({"image": "", "conversations": llava("A?", "x")}, "empty_value", {"key": "image"}),
+    "a list of images": (
+        {"image": [BUS], "conversations": conversation("A?", "x")},
+        "unexpected_value",
+        {"key": "image"},
+    ),
+    "an empty name": ({"image": "", "conversations": conversation("A?", "x")}, "empty_value", {"key": "image"}),
     "a mark without an image": (
-        {"conversations": llava("<image>\nA?", "x")},
+        {"conversations": conversation("<image>\nA?", "x")},
         "marks_differ_from_images",
         {"marks": 1, "images": 0},
     ),
     "two marks": (
-        {"image": BUS, "conversations": llava("<image>\nA?", "x", "<image>B?", "y")},
+        {"image": BUS, "conversations": conversation("<image>\nA?", "x", "<image>B?", "y")},
         "marks_differ_from_images",
         {"marks": 2, "images": 1},
     ),
@@ -194,7 +184,7 @@ FAULTS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_row_that_cannot_be_read_is_a_fault_of_its_own(tmp_path, case):
     bad_row, code, fields = FAULTS[case]
-    write_json(tmp_path / llava_instruct.FILE, [INSTRUCT[0], bad_row, INSTRUCT[2]])
+    write_json(tmp_path / llava_instruct.FILE, [LLAVA_INSTRUCT[0], bad_row, LLAVA_INSTRUCT[2]])
     first_row, row, last_row = llava_instruct.read(tmp_path)
     assert (first_row.fault, last_row.fault) == (None, None)
     assert row.source == f"{llava_instruct.FILE}, record 1"
@@ -206,16 +196,11 @@ def test_a_row_that_cannot_be_read_is_a_fault_of_its_own(tmp_path, case):
 def test_an_image_outside_the_root_is_a_fault_and_no_folder_there_is_listed(tmp_path):
     save_picture(tmp_path / "other/1.png", 1)
     root = write_instruct(tmp_path / "raw", [])
-    write_json(root / llava_instruct.FILE, [{"image": "../other/1.jpg", "conversations": llava("<image>\nA?", "x")}])
+    write_json(
+        root / llava_instruct.FILE, [{"image": "../other/1.jpg", "conversations": conversation("<image>\nA?", "x")}]
+    )
     (record,), _ = to_records("d", make_entry("llava_instruct", root), llava_instruct.read(root))
     assert Message("ingest.unusable_image_path", key="image", value="text '../other/1.jpg'").in_text(record["fault"])
-
-
-@pytest.mark.parametrize("reader", FOLDERS)
-def test_the_check_recognises_the_files_by_their_names(tmp_path, reader):
-    output, _ = check(FOLDERS[reader](tmp_path / "llava"), {})
-    assert output[0] == f"{tmp_path / 'llava'} looks like {reader}"
-    assert output[-1] == f"    {reader}: {{reader: {reader}, root: {tmp_path / 'llava'}}}"
 
 
 def test_published_rows_of_the_larger_file_are_the_sum_of_its_folders():

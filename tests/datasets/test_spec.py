@@ -17,7 +17,8 @@ from tests.errors import raises
 from tests.layouts import write_clevr
 
 USES = ("train", "redistribute", "show")
-ANSWERS = {"minichange": "yes", "pairs": "yes"}  # of the licence to each use
+OWN_READERS = ("pairs", "sidecar")  # of the user's own pairs
+ANSWERS = dict.fromkeys(("minichange", *OWN_READERS), "yes")  # of the licence to each use
 ANSWERS |= dict.fromkeys(("birds_to_words", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
 ANSWERS |= dict.fromkeys(("llava_instruct", "llava_pretrain"), "conditions")
 ANSWERS |= dict.fromkeys(("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "spot_the_diff"), "unstated")
@@ -40,14 +41,14 @@ def test_the_list_is_complete_and_each_entry_is_its_file_s_and_frozen():
 def test_every_docstring_gives_page_and_licence_and_every_permission_its_reason(name):
     spec = DATASETS[name]
     docstring = sys.modules[f"m3diff.datasets.{name}"].__doc__ or ""
-    if name not in ("pairs", "minichange"):
+    if name not in ("minichange", *OWN_READERS):
         assert f"Page: {spec.page}" in docstring
         assert re.search(
             rf"not\s+state\s+a\s+licence|no\s+licence|[Ll]icence\s+is\s+unknown|{re.escape(spec.licence.name)}",
             docstring,
         )
     assert (spec.licence is UNSTATED_LICENCE) == (ANSWERS[name] == "unstated")
-    assert (spec.licence.url is None) == (spec.licence is UNSTATED_LICENCE or name == "pairs")
+    assert (spec.licence.url is None) == (spec.licence is UNSTATED_LICENCE or name in OWN_READERS)
     for use in USES:
         permission = getattr(spec.licence, use)
         assert permission.answer == ANSWERS[name]
@@ -131,7 +132,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 29
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 30
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -146,7 +147,7 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
     datasets_with_source = {dataset for (dataset, _), protocol in PROTOCOLS.items() if protocol.source}
-    expected = {"emu_edit", "llava_instruct", "llava_pretrain", "magicbrush", "minichange", "nlvr2", "pairs"}
+    expected = {"emu_edit", "llava_instruct", "llava_pretrain", "magicbrush", "minichange", "nlvr2", *OWN_READERS}
     assert set(DATASETS) - datasets_with_source == expected
 
 
