@@ -10,6 +10,9 @@ answers to one of the questions of the dataset's task, which is the same for all
 Random numbers depend only on the seed and an id, not on other records or the version of a library. The hash functions
 of polars and Python do not guarantee that, so this module implements a hash function.
 
+The samples of a dataset with `couple` are marked in an additional column, from which training makes the couples of each
+epoch (see `records/schemas.py`).
+
 Each split has a separate folder, so that DVC can track that training depends on `train` and `val`, and prediction on
 `test`.
 """
@@ -30,10 +33,17 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import SplitCount
-from m3diff.records.errors import DataError, ParamsError, cause_of
+from m3diff.records.errors import DataError, ParamsError, cause_of, format_count
 from m3diff.records.files import StageReport
 from m3diff.records.sample import IMAGE_MARK
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
+from m3diff.records.schemas import (
+    COUPLE_QUESTION,
+    COUPLED_SAMPLE_SCHEMA,
+    NO_CHANGE,
+    RECORD_SCHEMA,
+    SAMPLE_SCHEMA,
+    SPLITS,
+)
 from m3diff.records.tables import iterate_parts, load_table, part_bounds, part_paths, write_parts
 from m3diff.stages.convert.params import Convert, MixtureSource
 from m3diff.stages.ingest.params import DatasetEntry
@@ -129,13 +139,16 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     counts = {}
     for name in names:
         source = cfg.sources.get(name, MixtureSource())
-        task = source.task or DATASETS[entries[name].reader].task
+        task = source.task_for(DATASETS[entries[name].reader].task)
         if not entries[name].train_on:  # do not train on this dataset, even if its files contain a training split
             source = MixtureSource(weight=0)
+        if source.couple:
+            require_single_images(name, records.filter(dataset=name, split="train"))
         samples_of_dataset, omissions = _convert_dataset(pairs.filter(dataset=name), questions[task], source, cfg)
         counts[name] = _count_samples(samples_of_dataset, omissions)
         samples_by_dataset.append(samples_of_dataset)
-    samples = pl.concat(samples_by_dataset)
+    # only the samples of a dataset with couples have the column COUPLE_QUESTION
+    samples = pl.concat(samples_by_dataset, how="diagonal")
     for split in SPLITS:
         _write_split(samples.filter(split=split), records.select(NESTED_COLUMNS), out / split)
     is_paper_mixture = set(PAPER_DATASETS) == set(names)
@@ -159,7 +172,33 @@ def _convert_dataset(
     evaluation_pairs = pairs.filter(pl.col("split") != "train")
     samples_for_training, omissions = training_samples(training_pairs, questions, source, cfg)
     samples_for_evaluation = evaluation_samples(evaluation_pairs, questions)
-    return pl.concat([samples_for_training, samples_for_evaluation]), omissions
+    return pl.concat([samples_for_training, samples_for_evaluation], how="diagonal"), omissions
+
+
+def require_single_images(name: str, records: pl.DataFrame) -> None:
+    """Check that all training records of a dataset with couples have one image and one turn.
+
+    Raises:
+        ParamsError: a record has another number of images, or earlier turns.
+    """
+    images = pl.col("images").list.len()
+    turns = pl.col("history").list.len() + 1
+    other_records = records.filter((images != 1) | (turns != 1))
+    if other_records.is_empty():
+        return
+    counts = other_records.group_by(images=images, turns=turns).len("count").sort("images", "turns")
+    kinds = [
+        f"{format_count(row['images'], 'image')} and {format_count(row['turns'], 'turn')} ({row['count']:,})"
+        for row in counts.iter_rows(named=True)
+    ]
+    raise ParamsError(
+        "convert.records_cannot_be_coupled",
+        key=f"convert.sources.{name}.couple",
+        value=other_records.height,
+        total=records.height,
+        kinds=kinds,
+        name=other_records["id"][0],
+    )
 
 
 def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
@@ -225,18 +264,20 @@ def _write_split(samples: pl.DataFrame, nested: pl.DataFrame, table: Path) -> No
     """Write the samples of a split as a table. Each part has about SHARD_SAMPLES samples. Without samples, it is empty.
 
     Args:
-        samples: samples with the columns in COLUMNS.
+        samples: samples with the columns in COLUMNS, and COUPLE_QUESTION if any are coupled.
         nested: NESTED_COLUMNS of all records, in the order of their `row`.
         table: folder of the split.
     """
     order = np.argsort(samples["order"].to_numpy(), kind="stable")
+    has_couples = COUPLE_QUESTION in samples.columns and samples[COUPLE_QUESTION].null_count() < samples.height
+    schema = COUPLED_SAMPLE_SCHEMA if has_couples else SAMPLE_SCHEMA
 
     # Gather one part at a time, because a sorted copy of all samples would double the memory
     def parts() -> Iterator[pa.Table]:
         for start, end in part_bounds(samples["image_set"].gather(order).to_arrow(), SHARD_SAMPLES):
             part = samples[order[start:end]]
             part = part.hstack(nested[part["row"]])
-            yield part.select(SAMPLE_SCHEMA.names).to_arrow().cast(SAMPLE_SCHEMA)
+            yield part.select(schema.names).to_arrow().cast(schema)
 
     write_parts(parts(), table)
 
@@ -264,7 +305,7 @@ def training_samples(
 ) -> tuple[pl.DataFrame, dict[str, int]]:
     """Return a dataset's training samples in shuffled order, and counts of the pairs and references that are left out.
 
-    The samples have the columns in COLUMNS.
+    The samples have the columns in COLUMNS, and COUPLE_QUESTION if the source has couples.
 
     Args:
         pairs: records with their `row` and the columns of `draw_keys`.
@@ -280,6 +321,8 @@ def training_samples(
     question_numbers = random_bits(sampled_pairs["image_set_key"], Draw.QUESTION) % len(questions)
     task_question = pl.Series(questions, dtype=pl.String).gather(question_numbers)
     pairs_with_question = sampled_pairs.with_columns(question=pl.coalesce("question", pl.lit(task_question)))
+    if source.couple:
+        pairs_with_question = pairs_with_question.with_columns(task_question.alias(COUPLE_QUESTION))
     references = _one_row_per_reference(pairs_with_question)
     nonempty_references = references.filter(pl.col("answer") != "")
     is_first_occurrence = pl.struct("row", "copy", "answer").is_first_distinct()
@@ -357,7 +400,7 @@ def _to_samples(references: pl.DataFrame) -> pl.DataFrame:
     return (
         references.sort("order", "row", "copy", "number")
         .with_columns(id=pl.format("{}#{}{}", "id", "number", copy_suffix), record="id")
-        .select(COLUMNS)
+        .select(*COLUMNS, *(name for name in references.columns if name == COUPLE_QUESTION))
     )
 
 

@@ -26,6 +26,7 @@ from m3diff.models.masks import pack
 from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
 from m3diff.records.errors import Fault, cause_of, format_count
 from m3diff.records.files import write_atomic
+from m3diff.records.sample import PAIR
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, engine, state
@@ -215,13 +216,18 @@ class Training:
         """Return what the manifest of the checkpoint says about the training samples.
 
         `question` is the question that is asked by default, `own_questions` whether datasets brought questions of their
-        own, `images` are the numbers of images of the image sets, and `turns` is the largest number of turns.
+        own, `images` are the numbers of images of the image sets and couples, and `turns` is the largest number of
+        turns.
         """
-        table = self.schedule.samples.table
+        samples = self.schedule.samples
+        table = samples.table
+        images = set(table["images"].list.len())
+        if samples.couples_per_epoch:
+            images.add(PAIR)
         return {
             "question": self.question,
             "own_questions": bool((table["record"] != table["image_set"]).any()),
-            "images": sorted(set(table["images"].list.len())),
+            "images": sorted(images),
             "turns": 1 + max(table["history"].list.len()),
         }
 
@@ -229,11 +235,11 @@ class Training:
         """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
         token_counts = []
         supervised_counts = []
-        for rows in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
-            marks = self.processor.marks(len(self.schedule.samples.images(rows[0])))
-            sequence = pack([self.loader.encode(rows, marks)])
-            token_counts.append(sequence.tokens)
-            supervised_counts.append(len(sequence.labels))
+        for sequence in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
+            marks = self.processor.marks(len(self.schedule.samples.images_of(sequence)))
+            packed = pack([self.loader.encode(sequence, marks)])
+            token_counts.append(packed.tokens)
+            supervised_counts.append(len(packed.labels))
         return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
 
     def count_flops_per_step(self, lengths: MeanLengths) -> float:
@@ -249,15 +255,17 @@ class Training:
         sequences = len(schedule.epoch(0))
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
-        has_only_pairs = self.trained_on()["images"] == [2]
+        has_only_pairs = self.trained_on()["images"] == [PAIR]
         image_set = "pair" if has_only_pairs else "image set"
         answer = "reference" if has_only_pairs else "sample"
+        couples = schedule.samples.couples_per_epoch
+        coupled = f" and {format_count(couples, 'couple')} of single images" if couples else ""
         trained_parts = ", ".join(f"{part} {counts[part]:,}" for part in self.family.parts if counts.get(part))
         lines = (
             f"{format_count(schedule.global_batch, 'sequence')} per step = micro-batches of {schedule.micro_batch} x "
             f"{format_count(accumulation_steps, 'accumulation step')} x {format_count(schedule.ranks, 'worker')}",
             f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
-            f"{format_count(len(schedule.samples), answer)}, packed into "
+            f"{format_count(len(schedule.samples), answer)}{coupled}, packed into "
             f"{format_count(sequences, 'sequence')} per epoch",
             f"about {format_count(round(lengths.tokens * sequences), 'token')} per epoch: {lengths.tokens:.1f} per "
             f"sequence, of which {lengths.supervised_tokens:.1f} are supervised",
@@ -337,7 +345,7 @@ class Training:
             sums = engine.sum_over_ranks(own_sums, self.worker.ranks)
             row |= zip(self.module_columns, contribution.figures(sums), strict=True)
         self.curve.add(row)
-        self.usage.captions += sum(len(rows) for rows in schedule.global_sequences(step))
+        self.usage.captions += sum(map(batches.count_samples, schedule.global_sequences(step)))
 
     def _rates_by_column(self, rates: list[float]) -> dict[str, float]:
         """Return the learning rate of each trained part of the model by its column in the curves (`lr_<part>`)."""
