@@ -56,9 +56,10 @@ SPEC = DatasetSpec(
         Published(
             part="llava_instruct",
             title="LLaVA-665k",
-            train=SplitCount(pairs=ROWS, references=ROWS),
+            train=SplitCount(pairs=ROWS, references=ROWS, texts=ROWS_BY_FOLDER[""]),
             val=SplitCount(pairs=0, references=0),
             test=SplitCount(pairs=0, references=0),
+            images=1,
         ),
     ),
     protocols=(Protocol("test", published_pairs=None),),

@@ -45,6 +45,7 @@ SPEC = DatasetSpec(
             train=SplitCount(pairs=ROWS, references=ROWS),
             val=SplitCount(pairs=0, references=0),
             test=SplitCount(pairs=0, references=0),
+            images=1,
         ),
     ),
     protocols=(Protocol("test", published_pairs=None),),

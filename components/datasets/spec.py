@@ -18,6 +18,7 @@ from m3diff.datasets.files import (
     read_text,
 )
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.sample import PAIR
 from m3diff.records.schemas import SPLITS
 
 RECORDS_TO_RECOGNISE = 5  # number of records in a file by which a dataset is recognised; a few may be broken
@@ -274,6 +275,7 @@ class SplitCount:
     wordless: int = 0  # number of pairs whose references are all empty
     records: int | None = None  # number of records in the annotation file, if several records describe one pair
     image_pairs: int | None = None  # number of distinct image pairs, if several pairs have the same images
+    texts: int = 0  # number of pairs that are text without any image
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,7 @@ class Published:
     train: SplitCount
     val: SplitCount
     test: SplitCount
+    images: int = PAIR  # number of images of a row. What is called a pair here may be a single image
 
     def pairs(self) -> dict[str, int]:
         """Return the number of pairs in each split."""

@@ -20,6 +20,7 @@ from m3diff.models.contract import Packing, Prepared, Processor, Takes
 from m3diff.models.decoding import decode_greedily
 from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.settings import Settings
+from m3diff.records.sample import PAIR
 
 if TYPE_CHECKING:
     import numpy as np
@@ -201,11 +202,11 @@ class Family:
             return config_class.from_folder(str(base), module_fields(settings))
         return config_class.for_published_base(base.name, module_fields(settings))
 
-    def flops(self, model: Any, tokens: float, supervised_tokens: float) -> list[Term]:
+    def flops(self, model: Any, tokens: float, supervised_tokens: float, images: int = PAIR) -> list[Term]:
         """Return the FLOPs of each part for one training sequence; see `count_flops`."""
         from m3diff.models.flops import count_flops
 
-        return count_flops(model, self, tokens, supervised_tokens)
+        return count_flops(model, self, tokens, supervised_tokens, images)
 
     def fuse(self, model: Any, activation_checkpointing: str) -> None:
         """Switch a model to fused kernels, in place; see `make_fused`."""

@@ -18,6 +18,7 @@ Each split has a separate folder, so that DVC can track that training depends on
 """
 
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
@@ -92,11 +93,20 @@ class ConvertCounts(BaseModel):
         samples: number of samples per split.
         left_out: number of training pairs and references that are left out, by reason. A question without a usable
             answer counts as a pair without a reference.
+        samples_by_kind: number of training samples by kind of question. This and the next two fields are left out of
+            the report if the dataset consists of captions.
+        samples_by_images: number of training samples by their number of images.
+        samples_by_turns: number of training samples by their number of turns.
+        couples: number of couples that training makes in each epoch. It is left out of the report if it is 0.
     """
 
     pairs: dict[str, int]
     samples: dict[str, int]
     left_out: dict[str, int]
+    samples_by_kind: dict[str, int] = Field(default={}, exclude_if=operator.not_)
+    samples_by_images: dict[str, int] = Field(default={}, exclude_if=operator.not_)
+    samples_by_turns: dict[str, int] = Field(default={}, exclude_if=operator.not_)
+    couples: int = Field(default=0, exclude_if=operator.not_)
 
 
 class ConvertReport(StageReport):
@@ -145,7 +155,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         if source.couple:
             require_single_images(name, records.filter(dataset=name, split="train"))
         samples_of_dataset, omissions = _convert_dataset(pairs.filter(dataset=name), questions[task], source, cfg)
-        counts[name] = _count_samples(samples_of_dataset, omissions)
+        counts[name] = _count_samples(samples_of_dataset, omissions, records)
         samples_by_dataset.append(samples_of_dataset)
     # only the samples of a dataset with couples have the column COUPLE_QUESTION
     samples = pl.concat(samples_by_dataset, how="diagonal")
@@ -201,14 +211,45 @@ def require_single_images(name: str, records: pl.DataFrame) -> None:
     )
 
 
-def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
-    """Return the numbers of pairs and samples of a dataset per split."""
+def _count_samples(samples: pl.DataFrame, omissions: dict[str, int], records: pl.DataFrame) -> ConvertCounts:
+    """Return the numbers of pairs and samples of a dataset per split.
+
+    Args:
+        samples: samples of the dataset.
+        omissions: counts of what is left out of training.
+        records: all records. The `row` of a sample is the number of its record.
+    """
     image_sets = {split: samples.filter(split=split)["image_set"] for split in SPLITS}
+    couples = 0
+    if COUPLE_QUESTION in samples.columns:
+        # training starts a new image set wherever the name changes
+        coupled_image_sets = samples.filter(split="train").sort("order")["image_set"]
+        couples = coupled_image_sets.rle_id().n_unique() // 2
     return ConvertCounts(
         pairs={split: names.n_unique() for split, names in image_sets.items()},
         samples={split: names.len() for split, names in image_sets.items()},
         left_out=omissions,
+        **_count_questions(records[samples.filter(split="train")["row"]]),
+        couples=couples,
     )
+
+
+def _count_questions(records: pl.DataFrame) -> dict[str, dict[str, int]]:
+    """Return the numbers of training samples by kind of question, images and turns. Captions are not counted.
+
+    Args:
+        records: the record of each training sample.
+    """
+    if records["question"].null_count() == records.height:
+        return {}
+    kinds = records["kind"].fill_null("no kind").value_counts().sort(["count", "kind"], descending=[True, False])
+    images = records["images"].list.len().alias("images").value_counts().sort("images")
+    turns = (records["history"].list.len() + 1).alias("turns").value_counts().sort("turns")
+    return {
+        "samples_by_kind": dict(kinds.iter_rows()),
+        "samples_by_images": {format_count(number, "image"): count for number, count in images.iter_rows()},
+        "samples_by_turns": {format_count(number, "turn"): count for number, count in turns.iter_rows()},
+    }
 
 
 def _load_records(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:

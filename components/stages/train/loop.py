@@ -86,13 +86,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class MeanLengths:
-    """The mean length of a sequence, in tokens.
+    """The mean length in tokens of the sequences with the same number of images.
 
     Attributes:
+        images: number of images.
+        share: share of these sequences in all sequences.
         tokens: all tokens, including visual tokens.
         supervised_tokens: tokens that count in the loss.
     """
 
+    images: int
+    share: float
     tokens: float
     supervised_tokens: float
 
@@ -231,28 +235,35 @@ class Training:
             "turns": 1 + max(table["history"].list.len()),
         }
 
-    def measure_lengths(self) -> MeanLengths:
-        """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
-        token_counts = []
-        supervised_counts = []
-        for sequence in self.schedule.epoch(0)[:COUNTED_SEQUENCES]:
-            marks = self.processor.marks(len(self.schedule.samples.images_of(sequence)))
-            packed = pack([self.loader.encode(sequence, marks)])
-            token_counts.append(packed.tokens)
-            supervised_counts.append(len(packed.labels))
-        return MeanLengths(float(np.mean(token_counts)), float(np.mean(supervised_counts)))
+    def measure_lengths(self) -> list[MeanLengths]:
+        """Return the mean lengths of the first COUNTED_SEQUENCES sequences of the first epoch, by number of images."""
+        counts_by_images: dict[int, list[tuple[int, int]]] = {}  # tokens and supervised tokens of each sequence
+        sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES]
+        for sequence in sequences:
+            images = len(self.schedule.samples.images_of(sequence))
+            packed = pack([self.loader.encode(sequence, self.processor.marks(images))])
+            counts_by_images.setdefault(images, []).append((packed.tokens, len(packed.labels)))
+        lengths = []
+        for images, counts in sorted(counts_by_images.items()):
+            tokens, supervised_tokens = np.mean(counts, axis=0).tolist()
+            lengths.append(MeanLengths(images, len(counts) / len(sequences), tokens, supervised_tokens))
+        return lengths
 
-    def count_flops_per_step(self, lengths: MeanLengths) -> float:
+    def count_flops_per_step(self, lengths: list[MeanLengths]) -> float:
         """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
         model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
-        terms = self.family.flops(model, lengths.tokens, lengths.supervised_tokens)
-        flops_per_sequence = sum(term.total for term in terms)
+        flops_per_sequence = 0.0
+        for length in lengths:
+            terms = self.family.flops(model, length.tokens, length.supervised_tokens, length.images)
+            flops_per_sequence += length.share * sum(term.total for term in terms)
         return self.schedule.global_batch * flops_per_sequence
 
-    def print_size(self, lengths: MeanLengths, flops_per_step: float) -> None:
+    def print_size(self, lengths: list[MeanLengths], flops_per_step: float) -> None:
         """Print the number of sequences, tokens, steps, parameters and FLOPs of the run."""
         schedule = self.schedule
         sequences = len(schedule.epoch(0))
+        tokens = sum(length.share * length.tokens for length in lengths)
+        supervised_tokens = sum(length.share * length.supervised_tokens for length in lengths)
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
         has_only_pairs = self.trained_on()["images"] == [PAIR]
@@ -267,8 +278,8 @@ class Training:
             f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
             f"{format_count(len(schedule.samples), answer)}{coupled}, packed into "
             f"{format_count(sequences, 'sequence')} per epoch",
-            f"about {format_count(round(lengths.tokens * sequences), 'token')} per epoch: {lengths.tokens:.1f} per "
-            f"sequence, of which {lengths.supervised_tokens:.1f} are supervised",
+            f"about {format_count(round(tokens * sequences), 'token')} per epoch: {tokens:.1f} per "
+            f"sequence, of which {supervised_tokens:.1f} are supervised",
             f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
             f"{format_count(schedule.steps, 'step')}",
             f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",

@@ -11,7 +11,8 @@ from m3diff.records.errors import ParamsError
 from m3diff.records.schemas import COUPLE_QUESTION, COUPLED_SAMPLE_SCHEMA, SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.stages.convert.params import Convert
-from m3diff.stages.convert.stage import convert, load_questions
+from m3diff.stages.convert.stage import ConvertReport, convert, load_questions
+from m3diff.stages.train.batches import read_training_samples
 from tests.errors import raises
 from tests.layouts import make_entry, write_record_table
 from tests.stages.convert.test_convert import QUESTIONS, record
@@ -51,6 +52,18 @@ def test_only_training_samples_of_a_coupled_dataset_are_marked(tmp_path):
     assert samples.filter(dataset="singles")["question"].unique().to_list() == ["What is it?"]
     for split in ("val", "test"):
         assert pq.read_schema(mixture / split / "00000.parquet").equals(SAMPLE_SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("source", "couples"),
+    [({}, 3), ({"max_pairs": 5}, 2), ({"max_pairs": 1}, 0), ({"couple": None}, 0)],
+    ids=["all", "a limit", "one image", "no couples"],
+)
+def test_the_report_counts_couples_as_training_makes_them(tmp_path, source, couples):
+    mixture = run(tmp_path, [single(str(number)) for number in range(7)], **source)
+    report = ConvertReport.model_validate_json((mixture / "report.json").read_text())
+    assert report.datasets["singles"].couples == couples
+    assert read_training_samples(mixture).couples_per_epoch == couples
 
 
 def test_the_questions_about_couples_are_those_of_the_task(tmp_path):

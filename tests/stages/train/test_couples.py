@@ -245,6 +245,18 @@ def test_couples_are_augmented_by_both_of_their_rows(loader):
     assert shifts[0] == np.random.default_rng([1, 0, 0, 1, 1]).integers(1, 200, dtype=np.uint8)
 
 
+def test_lengths_are_measured_by_the_number_of_images(loader):
+    training: Any = SimpleNamespace(schedule=schedule(loader.samples), processor=loader.processor, loader=loader)
+    singles, pairs = Training.measure_lengths(training)
+    assert (singles.images, pairs.images) == (1, 2)
+    assert singles.share == SINGLES / (SINGLES + SINGLES // 2 + PAIRS)
+    assert singles.share + pairs.share == 1
+    prompt = loader.processor.encode_prompt((Turn("What is it?"),), loader.processor.marks(1))
+    answers = [len(loader.processor.encode_answer(f"a thing {number}")) for number in range(SINGLES)]
+    assert singles.tokens == pytest.approx(len(prompt) - 1 + np.mean(answers))
+    assert singles.supervised_tokens == pytest.approx(np.mean(answers))
+
+
 def test_phases_take_the_couples_of_their_datasets(mixture):
     assert read_training_samples(mixture, DatasetFilter(("singles",), excludes=False)).couples_per_epoch == SINGLES // 2
     assert read_training_samples(mixture, DatasetFilter(("singles",))).couples_per_epoch == 0

@@ -294,7 +294,8 @@ def flops_arguments(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]
     lengths: list[tuple[float, float]] = []
     terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]
 
-    def flops(family: Family, model: Any, tokens: float, supervised: float) -> list[SimpleNamespace]:
+    def flops(family: Family, model: Any, tokens: float, supervised: float, images: int) -> list[SimpleNamespace]:
+        assert images == 2
         lengths.append((tokens, supervised))
         return terms
 
