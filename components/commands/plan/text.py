@@ -177,13 +177,15 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
     yield f"data: {workload.origin}"
     answers = "references" if workload.has_only_pairs else "samples"
     for share in workload.shares:
-        note = f" of {format_count(share.published_pairs, 'published pair')}" if share.published_pairs else ""
+        noun = "published pair" if share.images == PAIR else "published row"
+        note = f" of {format_count(share.published_pairs, noun)}" if share.published_pairs else ""
         if not share.is_counted:
             note += "; references estimated"
         name = f"{share.dataset} {share.split}"
         yield f"  {name:<28} {share.pairs:>9,} {_kind_of(share)} {share.references:>9,} {answers}{note}"
     published_pairs = sum(share.published_pairs for share in workload.shares)
-    note = f" of {format_count(published_pairs, 'published pair')}" if published_pairs else ""
+    noun = "published pair" if workload.has_only_pairs else "published row"
+    note = f" of {format_count(published_pairs, noun)}" if published_pairs else ""
     pairs = "pairs" if workload.has_only_pairs else "image sets"
     yield f"  {'sum ':<28} {workload.pairs:>9,} {pairs} {workload.references:>9,} {answers}{note}"
     if set(workload.counts_by_dataset) == set(PAPER_DATASETS):

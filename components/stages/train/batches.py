@@ -60,8 +60,8 @@ PREFETCHED_BYTES = 1 << 30  # maximum size of the images of these micro-batches,
 class Couple(NamedTuple):
     """The row numbers of two samples about single images, which are trained on as one sample about both images."""
 
-    first: int
-    second: int
+    first_row: int
+    second_row: int
 
 
 Sequence = np.ndarray | Couple  # row numbers of the samples of an image set, or a couple
@@ -82,10 +82,10 @@ def count_samples(sequence: Sequence) -> int:
     return 1 if isinstance(sequence, Couple) else len(sequence)
 
 
-def join_captions(first: str, second: str) -> str:
+def join_captions(first_caption: str, second_caption: str) -> str:
     """Return the answer of a couple: both captions as sentences, such as "a cat. A dog." for "a cat" and "A dog."."""
     sentences = []
-    for caption in (first, second):
+    for caption in (first_caption, second_caption):
         sentence = " ".join(caption.split())
         sentences.append(sentence if sentence.endswith(ENDS_OF_SENTENCES) else f"{sentence}.")
     return " ".join(sentences)
@@ -162,7 +162,7 @@ class Samples:
     def images_of(self, sequence: Sequence) -> tuple[ImageRef, ...]:
         """Return the images of a sequence. Of a couple, these are the images of both samples, in its order."""
         if isinstance(sequence, Couple):
-            return (*self.images(sequence.first), *self.images(sequence.second))
+            return (*self.images(sequence.first_row), *self.images(sequence.second_row))
         return self.images(sequence[0])
 
     def dialogues_of(self, sequence: Sequence) -> list[tuple[Turn, ...]]:
@@ -170,7 +170,7 @@ class Samples:
         if not isinstance(sequence, Couple):
             return [self.turns(row) for row in sequence]
         captions = (self.value("answer", row) for row in sequence)
-        return [(Turn(self.value(COUPLE_QUESTION, sequence.first), join_captions(*captions)),)]
+        return [(Turn(self.value(COUPLE_QUESTION, sequence.first_row), join_captions(*captions)),)]
 
     @property
     def couples_per_epoch(self) -> int:
@@ -283,8 +283,8 @@ class Schedule:
             rows = singles.starts + rng.integers(singles.sizes)
             if len(rows) % 2:
                 rows = np.delete(rows, (self.seed + epoch) % len(rows))  # another one in each epoch
-            for first, second in rng.permutation(rows).reshape(-1, 2).tolist():
-                couples.append(Couple(first, second))
+            for pair_of_rows in rng.permutation(rows).reshape(-1, 2).tolist():
+                couples.append(Couple(*pair_of_rows))
         return couples
 
     def global_sequences(self, step: int) -> list[Sequence]:

@@ -143,8 +143,7 @@ def _check_lengths_of_couples(samples: Samples, dataset: str, processor: Process
     longest_captions = _find_longest_captions(samples, captions, dataset, processor)
     if len(longest_captions) < 2:
         return
-    first, second = longest_captions
-    answer = join_captions(first["answer"], second["answer"])
+    answer = join_captions(*(caption["answer"] for caption in longest_captions))
     tokens = max(_count_tokens(processor, (Turn(question, answer),), PAIR) for question in questions)
     if tokens > max_tokens:
         raise ParamsError(
@@ -153,7 +152,7 @@ def _check_lengths_of_couples(samples: Samples, dataset: str, processor: Process
             value=tokens,
             limit=max_tokens,
             dataset=dataset,
-            names=[first["record"], second["record"]],
+            names=[caption["record"] for caption in longest_captions],
         )
 
 

@@ -1,6 +1,7 @@
 """Couples of single images (OneDiff's Coupled Sample Training): which are drawn, what they ask, and how runs resume."""
 
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +132,8 @@ def test_partners_are_drawn_anew_in_each_epoch_and_for_each_seed():
         {frozenset(couple) for couple in schedule(samples, seed=seed).couples(epoch)}
         for seed, epoch in ((1, 0), (1, 1), (2, 0))
     ]
-    assert all(len(first & second) < 10 for first in partners for second in partners if first is not second)
+    for couples, other_couples in combinations(partners, 2):
+        assert len(couples & other_couples) < 10
     assert schedule(samples).couples(1) == schedule(samples, ranks=2, micro_batch=1).couples(1)
 
 
@@ -208,7 +210,7 @@ def test_a_couple_has_its_images_captions_and_question_in_its_order():
     samples = samples_of({"singles": 4})
     for couple in (Couple(2, 1), Couple(1, 2)):
         assert [image.uri for image in samples.images_of(couple)] == [f"singles/{row}.png_0" for row in couple]
-        answer = f"{couple.first} 0. {couple.second} 0."
+        answer = f"{couple.first_row} 0. {couple.second_row} 0."
         assert samples.dialogues_of(couple) == [(Turn(QUESTION, answer),)]
 
 
