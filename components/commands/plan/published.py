@@ -131,13 +131,17 @@ def _separate_texts(share: DatasetShare, count: SplitCount) -> list[DatasetShare
     if not count.texts:
         return [share]
     published_pairs = [count.pairs - count.texts, count.texts]
-    pairs = _split_total(share.pairs, published_pairs)
-    references = _split_total(share.references, published_pairs)
-    shares = []
-    for part, images in enumerate((share.images, 0)):
-        counts = {"pairs": pairs[part], "references": references[part], "published_pairs": published_pairs[part]}
-        shares.append(replace(share, images=images, **counts))
-    return shares
+    pairs_with_images, texts = _split_total(share.pairs, published_pairs)
+    references_with_images, references_of_texts = _split_total(share.references, published_pairs)
+    return [
+        replace(
+            share,
+            pairs=pairs_with_images,
+            references=references_with_images,
+            published_pairs=count.pairs - count.texts,
+        ),
+        replace(share, pairs=texts, references=references_of_texts, published_pairs=count.texts, images=0),
+    ]
 
 
 def _split_total(total: int, weights: Sequence[float]) -> list[int]:
