@@ -168,9 +168,8 @@ def classes() -> tuple[Any, Any]:  # noqa: C901  # two classes
         def for_published_base(cls, name: str, module: None) -> Any:
             return cls({})
 
-        @property
-        def image_tokens(self) -> int:
-            return 2 * (self.side // self.patch) ** 2
+        def image_tokens_of(self, images: int) -> int:
+            return images * (self.side // self.patch) ** 2
 
     class Glimpse(PreTrainedModel, GenerationMixin):
         config_class = GlimpseConfig
@@ -209,10 +208,12 @@ def classes() -> tuple[Any, Any]:  # noqa: C901  # two classes
             return self.llm.get_output_embeddings()
 
         @staticmethod
-        def blank_images(config: Any, device: Any) -> dict[str, Any]:
+        def blank_images(config: Any, device: Any, images: int = 2) -> dict[str, Any]:
+            if not images:
+                return {}
             cells = config.side // config.patch
-            patches = torch.zeros(2 * cells**2, 3 * config.patch**2, device=device)
-            return {"patches": patches, "grids": torch.tensor([[cells, cells]] * 2, device="cpu")}
+            patches = torch.zeros(images * cells**2, 3 * config.patch**2, device=device)
+            return {"patches": patches, "grids": torch.tensor([[cells, cells]] * images, device="cpu")}
 
         def visual_tokens(self, patches: Any, grids: Any) -> Any:
             """Return the visual tokens, [N, D]."""

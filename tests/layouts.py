@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from m3diff.datasets import llava_instruct, llava_pretrain
 from m3diff.datasets.minichange.language import grammar
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.records.tables import write_table
@@ -503,6 +504,59 @@ def write_minichange(root: Path) -> Path:
     return root
 
 
+def conversation(*texts: str) -> list[dict[str, Any]]:
+    """Return a conversation in LLaVA's form, in which the user begins."""
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+BUS = "coco/train2017/000000033471.jpg"
+DOG = "vg/VG_100K_2/1.jpg"
+# Rows in the form of the two published files of LLaVA (docs/Data.md of haotian-liu/LLaVA). The texts are our own
+LLAVA_PRETRAIN: list[dict[str, Any]] = [
+    {
+        "id": "004539375",
+        "image": "00453/004539375.jpg",
+        "conversations": conversation("Say briefly what is shown.\n<image>", "a grey mattress"),
+    },
+    {
+        "id": "002239345",
+        "image": "00223/002239345.jpg",
+        "conversations": conversation("<image>\nDescribe it.", "a red kite"),
+    },
+]
+LLAVA_INSTRUCT: list[dict[str, Any]] = [
+    {
+        "id": "000000033471",
+        "image": BUS,
+        "conversations": conversation(
+            "<image>\nWhat colour is it?", "It is blue.", "Who is in it?", "Nobody.", "Where is it?", "Here."
+        ),
+    },
+    {"id": 33471, "image": BUS, "conversations": conversation("Is it day?\nAnswer in one word.\n<image>", "Yes")},
+    {"id": "wgByO4Y_0", "model": "", "conversations": conversation("A rhyme?", "Sun, fun.", "Another?", "Sea, tea.")},
+    {"id": "wgByO4Y_0", "image": DOG, "conversations": conversation("Where is the dog?\n<image>", "[0.1, 0.2]")},
+]
+
+
+def write_llava(root: Path, file: str, rows: Sequence[Mapping[str, Any]], images: str = "") -> Path:
+    """Write rows in LLaVA's form, and the images that they name to the folder `images`."""
+    root.mkdir(parents=True, exist_ok=True)
+    write_json(root / file, rows)
+    names = [row["image"] for row in rows if "image" in row]
+    for number, name in enumerate(dict.fromkeys(names)):
+        save_picture(root / images / name, number, 30 * number % 256)
+    return root
+
+
+def write_sidecars(root: Path, ends: Sequence[str] = ("", "_1")) -> Path:
+    """Write pairs with a text beside their images, in folders that name their splits."""
+    for number, split in enumerate(("train", "train", "val", "test")):
+        for side, end in enumerate(ends):
+            save_picture(root / f"{split}/{number}{end}.png", number, 90 * side)
+        (root / f"{split}/{number}.txt").write_text(f"block {number} turned red\n")
+    return root
+
+
 # Functions that write a small folder of each dataset, by reader
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "birds_to_words": write_bird_folder,
@@ -512,12 +566,15 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "emu_edit": write_emu,
     "iedit": write_iedit,
     "levir_cc": write_levir,
+    "llava_instruct": lambda root: write_llava(root, llava_instruct.FILE, LLAVA_INSTRUCT),
+    "llava_pretrain": lambda root: write_llava(root, llava_pretrain.FILE, LLAVA_PRETRAIN, images="images"),
     "magicbrush": write_magicbrush,
     "minichange": write_minichange,
     "nlvr2": write_nlvr,
     "omnidiff": lambda root: write_manifest(root, "annotations.json"),
     "pairs": lambda root: write_manifest(root, "pairs.csv"),
     "rsrcc": write_rsrcc,
+    "sidecar": write_sidecars,
     "spot_the_diff": write_spot,
     "syned": write_syned,
 }

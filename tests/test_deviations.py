@@ -90,6 +90,31 @@ def test_the_table_of_pairs_and_samples_is_what_the_plan_counts() -> None:
     assert [row for row in rows if len(row) == 5][2:] == expected
 
 
+def samples_of_onediff(stage: str) -> list[list[str]]:
+    """Return the rows of the page's table of OneDiff's samples for a stage, as the published counts give them."""
+    params = load_params(profile("onediff"))
+    align = params.models["onediff"].align
+    assert align is not None
+    names = [name for name in params.ingest.datasets if (name in align.datasets) == (stage == "I")]
+    entries = {name: params.ingest.datasets[name] for name in names}
+    workload = published_workload(entries, params.convert)
+    rows = []
+    for dataset in names:
+        for share in workload.shares:
+            if share.dataset == dataset:
+                kind = "couples" if share.are_couples else {0: "texts", 1: "images", 2: "pairs"}[share.images]
+                published = f"{share.published_pairs:,}" if share.published_pairs else ""
+                rows.append([stage, dataset, published, f"{share.pairs:,} {kind}", f"{share.references:,}"])
+    published_rows = sum(share.published_pairs for share in workload.shares)
+    return [*rows, [stage, "sum", f"{published_rows:,}", f"{workload.pairs:,}", f"{workload.references:,}"]]
+
+
+def test_the_table_of_onediff_s_samples_is_what_the_plan_counts() -> None:
+    lines = section("OneDiff's samples and hours").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row for row in rows if len(row) == 5][2:] == [*samples_of_onediff("I"), *samples_of_onediff("II")]
+
+
 def test_every_file_that_the_page_names_exists() -> None:
     text = PAGE.read_text(encoding="utf-8")
     files = set(re.findall(r"`((?:components|profiles|tests|docs)/[\w./-]+)`", text))

@@ -246,7 +246,8 @@ def notes_on_questions(params: Params) -> list[str]:
         task_questions = load_questions(params.convert.questions)
         phrases: list[str] = []
         for name, entry in params.ingest.datasets.items():
-            task = params.convert.sources.get(name, MixtureSource()).task or DATASETS[entry.reader].task
+            source = params.convert.sources.get(name, MixtureSource())
+            task = source.task_for(DATASETS[entry.reader].task)
             if task not in task_questions or not entry.root.is_dir():
                 continue  # convert and ingest report these problems
             questions = list_questions(entry, task_questions[task][0])

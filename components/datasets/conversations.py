@@ -89,6 +89,11 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
+def role_of(message: Mapping[str, Any]) -> Any:
+    """Return the role of a message as it is written, such as "human" or "user"."""
+    return message.get("from", message.get("role"))
+
+
 def read_conversation(messages: Sequence[Mapping[str, Any]], key: str) -> Conversation:
     """Return the turns of a conversation.
 
@@ -105,7 +110,7 @@ def read_conversation(messages: Sequence[Mapping[str, Any]], key: str) -> Conver
     question = None
     is_answer_expected = False
     for number, message in enumerate(messages):
-        role = message.get("from", message.get("role"))
+        role = role_of(message)
         text = text_of_content(message.get("value", message.get("content")))
         if role in SYSTEM_ROLES:
             if isinstance(text, str) and text.strip():
@@ -177,12 +182,33 @@ def without_leading_marks(conversation: Conversation) -> Conversation:
 
     White space around every question is removed, too.
     """
-    questions = [question for question, _ in conversation.history] + [conversation.question]
-    first_question = questions[0]
+    first_question = _first_question(conversation)
     if isinstance(first_question, str):
         leading_marks = LEADING_MARKS.match(first_question)
         if leading_marks and leading_marks[0].count(IMAGE_MARK) == count_marks(conversation):
-            questions[0] = first_question[leading_marks.end() :]
+            first_question = first_question[leading_marks.end() :]
+    return _with_first_question(conversation, first_question)
+
+
+def without_marks_of_first_question(conversation: Conversation) -> Conversation:
+    """Remove the image marks of the first question wherever they are, as LLaVA's code does.
+
+    White space around every question is removed, too.
+    """
+    first_question = _first_question(conversation)
+    if isinstance(first_question, str):
+        first_question = first_question.replace(IMAGE_MARK, "")
+    return _with_first_question(conversation, first_question)
+
+
+def _first_question(conversation: Conversation) -> Any:
+    return conversation.history[0][0] if conversation.history else conversation.question
+
+
+def _with_first_question(conversation: Conversation, first_question: Any) -> Conversation:
+    """Return the conversation with another first question, and without white space around its questions."""
+    questions = [question for question, _ in conversation.history] + [conversation.question]
+    questions[0] = first_question
     questions = [question.strip() if isinstance(question, str) else question for question in questions]
     answers = [answer for _, answer in conversation.history]
     return Conversation(

@@ -18,6 +18,7 @@ from m3diff.datasets.files import (
     read_text,
 )
 from m3diff.records.errors import DataError, Fault
+from m3diff.records.sample import PAIR
 from m3diff.records.schemas import SPLITS
 
 RECORDS_TO_RECOGNISE = 5  # number of records in a file by which a dataset is recognised; a few may be broken
@@ -299,6 +300,7 @@ class SplitCount:
     image_pairs: int | None = None  # number of distinct image pairs, if several pairs have the same images
     # Number of questions, if pairs have several. The captions of a pair, and a turn of a test dialogue, count as one
     questions: int | None = None
+    texts: int = 0  # number of pairs that are text without any image
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,7 @@ class Published:
     train: SplitCount
     val: SplitCount
     test: SplitCount
+    images: int = PAIR  # number of images of a row. What is called a pair here may be a single image
 
     def pairs(self) -> dict[str, int]:
         """Return the number of pairs in each split."""
@@ -353,6 +356,8 @@ class DatasetSpec:
     # Takes the root; returns whether the content of the files is this dataset's. None if no other data have files with
     # these names
     recognise: Callable[[Path], bool] | None = None
+    # Takes the root; returns the options with which to read it. None if the defaults read every folder of this layout
+    options_of: Callable[[Path], Mapping[str, Any]] | None = None
     task: str = "difference"  # task in the file `convert.questions` whose questions are used
     published: tuple[Published, ...] = ()
     references: int | None = None  # number of references in the paper, if no numbers per split are published

@@ -91,9 +91,8 @@ class Blip2IDCConfig(Blip2Config):
         config.name_or_path = PUBLISHED_BASE
         return config
 
-    @property
-    def image_tokens(self) -> int:
-        """Number of visual tokens per pair."""
+    def image_tokens_of(self, images: int) -> int:
+        """Return the number of visual tokens of an image set, which is always a pair."""
         return self.num_query_tokens
 
 
@@ -263,7 +262,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         return model
 
     @staticmethod
-    def blank_images(config: Blip2IDCConfig, device: Any) -> dict[str, Tensor]:
+    def blank_images(config: Blip2IDCConfig, device: Any, images: int = 2) -> dict[str, Tensor]:
         """Return zeros in the shape of one pair's image inputs, used to count FLOPs on the "meta" device."""
         side = config.vision_config.image_size
         return {"pixel_values": torch.zeros(1, 3, side, side, device=device)}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from m3diff.models.prepared import Prepared
-from m3diff.records.sample import Turn
+from m3diff.records.sample import PAIR, Turn
 
 if TYPE_CHECKING:
     import torch
@@ -134,9 +134,11 @@ class ModelConfig(Protocol):
     def image_token_index(self) -> Any:
         """Id of the token that represents a visual token in a prompt."""
 
-    @property
-    def image_tokens(self) -> int:
-        """Number of visual tokens per pair. If the number depends on the images, the largest number."""
+    def image_tokens_of(self, images: int) -> int:
+        """Return the number of visual tokens of an image set with this number of images.
+
+        If the number depends on the images, return the largest number.
+        """
 
     def get_text_config(self) -> Any:
         """Return the configuration of the LLM, whose `num_hidden_layers` is the number of its layers."""
@@ -208,12 +210,13 @@ class Model(Protocol):
         """
 
     @staticmethod
-    def blank_images(config: Any, device: Any) -> dict[str, Tensor]:
-        """Return zeros in the shape of the image inputs of one pair with `config.image_tokens` visual tokens.
+    def blank_images(config: Any, device: Any, images: int = PAIR) -> dict[str, Tensor]:
+        """Return zeros in the shape of one image set's inputs with `config.image_tokens_of(images)` visual tokens.
 
         Args:
             config: the `ModelConfig`.
             device: device of the images, such as "meta". Tensors whose values the model reads are on the CPU.
+            images: number of images of the image set.
         """
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from m3diff.models.contract import Model, Packing, Prepared, Processor, Takes
 from m3diff.models.decoding import decode_greedily
 from m3diff.models.foreign_code import refuse_foreign_code
 from m3diff.models.settings import Settings
+from m3diff.records.sample import PAIR
 
 if TYPE_CHECKING:
     import numpy as np
@@ -98,11 +99,13 @@ def use_fused_kernels(model: Any, activation_checkpointing: str) -> None:
     make_fused(model, activation_checkpointing)
 
 
-def count_products(model: Any, family: Family, tokens: float, supervised_tokens: float) -> list[Term]:
+def count_products(
+    model: Any, family: Family, tokens: float, supervised_tokens: float, images: int = PAIR
+) -> list[Term]:
     """Return the FLOPs of each part for one training sequence; see `count_flops`."""
     from m3diff.models.flops import count_flops
 
-    return count_flops(model, family, tokens, supervised_tokens)
+    return count_flops(model, family, tokens, supervised_tokens, images)
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,8 @@ class Family:
         maps: how to compute saliency maps, or None if the model has none.
         fuse: (model, `compute.activation_checkpointing`) -> None. Switches the model to fused kernels and switches
             activation checkpointing, in place.
-        count_flops: (model from `meta_model`, family, tokens of a sequence, supervised tokens) -> the FLOPs of one
-            training sequence with one pair.
+        count_flops: (model from `meta_model`, family, tokens of a sequence, supervised tokens, images) -> the FLOPs of
+            one training sequence about an image set with this number of images.
         augment: (settings, prepared images of an image set, random generator) -> the augmented images, as new tensors
             of the same shapes. The generator depends only on the seed, epoch and sequence, so a resumed run sees the
             same images on any number of workers. Validation and prediction do not use this function. None if the
@@ -157,7 +160,7 @@ class Family:
     packing: Callable[[], Packing] = masked_rows
     maps: SaliencyMaps | None = None
     fuse: Callable[[Any, str], None] = use_fused_kernels
-    count_flops: Callable[[Any, Family, float, float], list[Term]] = count_products
+    count_flops: Callable[[Any, Family, float, float, int], list[Term]] = count_products
     augment: Callable[[Any, Prepared, np.random.Generator], Prepared] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
     prompt_tokens: float | None = None

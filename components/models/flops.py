@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from m3diff.records.errors import ParamsError
+from m3diff.records.sample import PAIR
 
 # Name of the term for adapters. A merged model does not have them.
 ADAPTERS = "LoRA"
@@ -164,14 +165,15 @@ def require_counted_layers(modules: Mapping[str, nn.Module]) -> None:
         raise ParamsError("models.layer_not_counted", value=len(names), names=names[:MAX_EXAMPLES], classes=classes)
 
 
-def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float) -> list[Term]:
-    """Count the FLOPs of one sequence with one image pair, and return the terms that are not zero.
+def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float, images: int = PAIR) -> list[Term]:
+    """Count the FLOPs of one sequence about one image set, and return the terms that are not zero.
 
     Args:
         model: model from `meta_model`.
         family: the model's `Family`.
         tokens: length of the sequence in tokens, including visual tokens.
         supervised_tokens: number of tokens for which the head computes logits.
+        images: number of images of the image set.
 
     Raises:
         ParamsError: a trained layer is not counted.
@@ -179,7 +181,7 @@ def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float
     length = round(tokens)
     config = model.config
     ids = torch.zeros(1, length, dtype=torch.long)
-    ids[:, : config.image_tokens] = config.image_token_index
+    ids[:, : config.image_tokens_of(images)] = config.image_token_index
     meta_ids = ids.to("meta")
     # transformers does not change a mask that has four dimensions
     mask = torch.ones((), dtype=torch.bool, device="meta").expand(1, 1, length, length)
@@ -188,9 +190,9 @@ def count_flops(model: Any, family: Any, tokens: float, supervised_tokens: float
             input_ids=meta_ids,
             position_ids=meta_ids,
             attention_mask=mask,
-            tokens=ids,
             use_cache=False,
-            **model.blank_images(config, "meta"),
+            **({"tokens": ids} if images else {}),  # tells where the visual tokens are
+            **model.blank_images(config, "meta", images),
             logits_to_keep=math.ceil(supervised_tokens),
         )
     return [term for term in counter.terms.values() if term.forward]

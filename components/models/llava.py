@@ -152,10 +152,10 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
         tokens = self.patches + self.newline
         return tokens, tokens
 
-    @property
-    def image_tokens(self) -> int:
-        """Number of visual tokens per pair."""
-        return sum(self.visual_token_counts())
+    def image_tokens_of(self, images: int) -> int:
+        """Return the number of visual tokens of an image set with this number of images."""
+        counts_of_pair = self.visual_token_counts()
+        return sum(counts_of_pair) if images == len(counts_of_pair) else images * (self.patches + self.newline)
 
 
 class NewModuleInit:
@@ -335,11 +335,13 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         return False
 
     @staticmethod
-    def blank_images(config: Any, device: Any) -> dict[str, Tensor]:
-        """Return zeros in the shape of one pair's image inputs, used to count FLOPs on the "meta" device."""
+    def blank_images(config: Any, device: Any, images: int = 2) -> dict[str, Tensor]:
+        """Return zeros in the shape of the image inputs of one image set, used to count FLOPs on the "meta" device."""
+        if not images:
+            return {}
         side = config.vision_config.image_size
-        count = torch.tensor([2], device="cpu")  # transformers reads the value, and "meta" tensors have none
-        return {"pixel_values": torch.zeros(2, 3, side, side, device=device), "batch_num_images": count}
+        count = torch.tensor([images], device="cpu")  # transformers reads the value, and "meta" tensors have none
+        return {"pixel_values": torch.zeros(images, 3, side, side, device=device), "batch_num_images": count}
 
     @wraps(LlavaOnevisionForConditionalGeneration.forward)  # `generate` inspects the signature
     def forward(  # type: ignore[override]

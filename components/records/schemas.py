@@ -80,3 +80,9 @@ SAMPLE_SCHEMA = pa.schema(
         ("answer", pa.string()),  # the answer to train on: one reference of the record, or all references joined
     ]
 )
+
+# A column after those of SAMPLE_SCHEMA, only in training splits with couples (`convert.sources.<name>.couple`). For a
+# sample of a single image that training joins with another one, it is the question about both images. It is null for
+# other samples. The couples themselves are not stored, because they differ in each epoch
+COUPLE_QUESTION = "couple_question"
+COUPLED_SAMPLE_SCHEMA = SAMPLE_SCHEMA.append(pa.field(COUPLE_QUESTION, pa.string()))

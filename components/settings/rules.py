@@ -62,10 +62,11 @@ def _faults_of_task(params: Params, name: str, questions: Mapping[str, Any]) -> 
     source = params.convert.sources.get(name)
     file = params.convert.questions
     reader_task = DATASETS[params.ingest.datasets[name].reader].task
-    if source is not None and source.task is not None:
-        if source.task not in questions:
-            key = f"convert.sources.{name}.task"
-            yield Fault("settings.task_without_questions", key=key, path=file, **fields_of_name(source.task, questions))
+    if source is not None and (source.task is not None or source.couple):
+        task = source.task_for(reader_task)
+        if task not in questions:
+            key = f"convert.sources.{name}.{'couple' if source.task is None else 'task'}"
+            yield Fault("settings.task_without_questions", key=key, path=file, **fields_of_name(task, questions))
     elif reader_task not in questions:
         yield Fault(
             "settings.reader_without_questions",

@@ -17,8 +17,10 @@ from tests.errors import raises
 from tests.layouts import write_clevr
 
 USES = ("train", "redistribute", "show")
-ANSWERS = {"minichange": "yes", "minichange_images": "yes", "pairs": "yes"}  # of the licence to each use
+OWN_READERS = ("pairs", "sidecar")  # of the user's own pairs
+ANSWERS = dict.fromkeys(("minichange", "minichange_images", *OWN_READERS), "yes")  # of the licence to each use
 ANSWERS |= dict.fromkeys(("birds_to_words", "changechat", "emu_edit", "magicbrush", "nlvr2", "syned"), "conditions")
+ANSWERS |= dict.fromkeys(("llava_instruct", "llava_pretrain"), "conditions")
 UNSTATED = ("clevr_change", "clevr_dc", "iedit", "levir_cc", "omnidiff", "rsrcc", "spot_the_diff")
 ANSWERS |= dict.fromkeys(UNSTATED, "unstated")
 ANSWERS_TO_A_USE = {("changechat", "redistribute"): "unstated"}  # the images are LEVIR-CC's
@@ -41,14 +43,14 @@ def test_the_list_is_complete_and_each_entry_is_its_file_s_and_frozen():
 def test_every_docstring_gives_page_and_licence_and_every_permission_its_reason(name):
     spec = DATASETS[name]
     docstring = sys.modules[f"m3diff.datasets.{name}"].__doc__ or ""
-    if name not in ("pairs", "minichange"):
+    if name not in ("minichange", *OWN_READERS):
         assert f"Page: {spec.page}" in docstring
         assert re.search(
             rf"not\s+state\s+a\s+licence|no\s+licence|[Ll]icence\s+is\s+unknown|{re.escape(spec.licence.name)}",
             docstring,
         )
     assert (spec.licence is UNSTATED_LICENCE) == (ANSWERS[name] == "unstated")
-    assert (spec.licence.url is None) == (spec.licence is UNSTATED_LICENCE or name == "pairs")
+    assert (spec.licence.url is None) == (spec.licence is UNSTATED_LICENCE or name in OWN_READERS)
     for use in USES:
         permission = getattr(spec.licence, use)
         assert permission.answer == ANSWERS_TO_A_USE.get((name, use), ANSWERS[name])
@@ -91,6 +93,8 @@ def test_published_pairs_and_references_of_every_part():
         "emu_edit": ((0, 0), (3_589, 3_589), (2_022, 2_022)),
         "iedit": ((3_061, 3_061), (383, 1_149), (495, 1_485)),
         "levir_cc": ((6_815, 34_075), (1_333, 6_665), (1_929, 9_645)),
+        "llava_instruct": ((665_298, 665_298), (0, 0), (0, 0)),
+        "llava_pretrain": ((558_128, 558_128), (0, 0), (0, 0)),
         "omnidiff_real": ((7_007, 7_007), (799, 799), (803, 803)),
         "omnidiff_render": ((5_445, 5_445), (777, 777), (767, 767)),
         "rsrcc": ((6_417, 87_016), (1_260, 17_116), (1_826, 21_999)),
@@ -132,7 +136,7 @@ CLEVR_CHANGE_TYPES = ("color", "material", "add", "drop", "move")
 
 
 def test_every_dataset_names_each_of_its_protocols_once():
-    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 38
+    assert len(PROTOCOLS) == sum(len(spec.protocols) for spec in DATASETS.values()) == 41
 
 
 @pytest.mark.parametrize(("dataset", "name"), PROTOCOLS)
@@ -148,8 +152,8 @@ def test_a_protocol_without_a_selection_scores_the_published_test_pairs(dataset,
 
 def test_datasets_without_published_scores_have_protocols_of_this_project():
     datasets_with_source = {dataset for (dataset, _), protocol in PROTOCOLS.items() if protocol.source}
-    names = {"emu_edit", "magicbrush", "minichange", "minichange_images", "pairs"}
-    assert set(DATASETS) - datasets_with_source == names
+    names = {"emu_edit", "llava_instruct", "llava_pretrain", "magicbrush", "minichange", "minichange_images"}
+    assert set(DATASETS) - datasets_with_source == names | {*OWN_READERS}
 
 
 def test_the_ids_of_clevr_change_select_pairs_with_and_without_a_change(tmp_path):

@@ -14,8 +14,8 @@ class Config:
 
     name_or_path = ""
     image_token_index = 1
-    image_tokens = 2
 
+    def image_tokens_of(self) -> None: ...
     def get_text_config(self) -> None: ...
     def from_folder(self) -> None: ...
     def for_published_base(self) -> None: ...
@@ -65,7 +65,7 @@ def test_classes_with_all_members_are_accepted():
 @pytest.mark.parametrize(
     ("owner", "member"),
     [
-        (Config, "image_tokens"),
+        (Config, "image_tokens_of"),
         (Config, "from_folder"),
         (Model, "generation_config"),
         (Model, "blank_images"),

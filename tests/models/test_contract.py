@@ -192,8 +192,8 @@ def test_a_prompt_has_the_image_tokens_of_a_pair_and_the_question(processor, cas
     config = case.family.planned_config(case.base, case.settings)
     image = config.image_token_index
     prompt, other_prompt = (pair_prompt(processor, question) for question in (QUESTION, OTHER_QUESTION))
-    assert prompt.count(image) == config.image_tokens
-    assert other_prompt.count(image) == config.image_tokens
+    assert prompt.count(image) == config.image_tokens_of(2)
+    assert other_prompt.count(image) == config.image_tokens_of(2)
     assert (prompt == other_prompt) == (not case.family.reads_question)
 
 
@@ -230,7 +230,7 @@ def test_flops_are_those_that_torch_counts_forward_and_backward(frozen, case):
     model = meta_model(case.family.planned_config(case.base, settings), case.family, settings)
     terms = {term.name: term for term in case.family.count_flops(model, case.family, 40, 4)}
     ids = torch.zeros(1, 40, dtype=torch.long)
-    ids[:, : model.config.image_tokens] = model.config.image_token_index
+    ids[:, : model.config.image_tokens_of(2)] = model.config.image_token_index
     inputs = {"input_ids": ids.to("meta"), "position_ids": ids.to("meta"), "tokens": ids, "use_cache": False}
     inputs |= {"attention_mask": torch.ones(1, 1, 40, 40, dtype=torch.bool, device="meta"), "logits_to_keep": 4}
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):

@@ -23,12 +23,12 @@ class Tiny(nn.Module):
         super().__init__()
         self.layer = layer
         self.shape = shape
-        self.config = SimpleNamespace(image_tokens=0, image_token_index=0)
+        self.config = SimpleNamespace(image_tokens_of=lambda images: 0, image_token_index=0)
 
     def get_output_embeddings(self) -> None:
         return None
 
-    def blank_images(self, config: Any, device: Any) -> dict[str, Tensor]:
+    def blank_images(self, config: Any, device: Any, images: int = 2) -> dict[str, Tensor]:
         return {"x": torch.zeros(self.shape, device=device, requires_grad=True)}
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:

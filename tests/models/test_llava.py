@@ -123,7 +123,7 @@ def test_the_llm_sees_patches_and_delta_tokens_in_their_order(delta_place, modul
     assert after_tokens == (image_tokens + 3 if delta_place == "after" else image_tokens)
     processor: Any = ONEDIFF.load_processor(base, config)
     image = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert pair_prompt(processor, QUESTION).count(image) == 2 * image_tokens + 3 == config.image_tokens
+    assert pair_prompt(processor, QUESTION).count(image) == 2 * image_tokens + 3 == config.image_tokens_of(2)
     inputs = inputs_of(processor, PAIRS, [QUESTION] * 2)
     pixels = inputs["pixel_values"]
     with torch.no_grad():

@@ -20,6 +20,8 @@ from m3diff.stages.ingest.params import DatasetEntry
 
 # Readers for tables whose columns are named in options. These layouts are recognised by their columns
 TABLE_READERS = ("omnidiff", "pairs")
+# Readers of the user's own data, which is called after its folder
+OWN_READERS = ("pairs", "sidecar")
 ROWS_TO_TRY = 5  # number of rows that are read to tell a layout from a table with the same file name
 
 
@@ -56,7 +58,9 @@ def recognise(root: Path, used_names: Container[str] = (), reader: str | None = 
         _refuse_folder_of_card(root)
         reader = _reader_by_files(root)
     if reader is not None and reader not in TABLE_READERS:
-        return RecognisedDataset(_unused_name(root, reader, used_names), DatasetEntry(reader=reader, root=root))
+        options_of = DATASETS[reader].options_of
+        entry = DatasetEntry(reader=reader, root=root, options=options_of(root) if options_of else {})
+        return RecognisedDataset(_unused_name(root, reader, used_names), entry)
 
     try:
         table = guess_table(root)
@@ -134,6 +138,6 @@ def _is_table_of_pairs(root: Path, reader: str) -> bool:
 def _unused_name(root: Path, reader: str, used_names: Container[str]) -> str:
     """Return an unused name for a dataset: the name of its reader, of its folder, or of its folder with a number."""
     folder_name = re.sub(r"[^A-Za-z0-9_-]+", "_", root.resolve().name).strip("_") or "pairs"
-    names = [folder_name] if reader == "pairs" else [reader, folder_name]
+    names = [folder_name] if reader in OWN_READERS else [reader, folder_name]
     numbered_names = (f"{folder_name}_{number}" for number in count(2))
     return next(name for name in chain(names, numbered_names) if name not in used_names)

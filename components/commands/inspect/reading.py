@@ -303,6 +303,12 @@ def _lines_without_test_pairs(entry: DatasetEntry, rows: list[Row]) -> list[str]
         return []
     options = entry.options
     line = "  no test pairs: no model can be evaluated or promoted with this dataset"
+    if entry.reader == "sidecar" and isinstance(options.get("split", ""), str):
+        proposal = propose_shares(rows, OFFERED_SHARES)
+        remedy = TOO_FEW_TO_DRAW
+        if proposal is not None:
+            remedy = f"`split: {{{describe_shares(proposal.shares)}}}` in its options draws {proposal.counts}"
+        return [f"{line}; name a folder of pairs `test`, or {remedy}"]
     if entry.reader not in TABLE_READERS:
         return [line]
     if not isinstance(options.get("manifest", ""), str):

@@ -15,9 +15,9 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.files import Embedded
 from m3diff.datasets.spec import Row, read_with_notes
 from m3diff.records.errors import DataError, Fault, cause_of
-from m3diff.records.schemas import RAW_SCHEMA
+from m3diff.records.schemas import COUPLE_QUESTION, RAW_SCHEMA
 from m3diff.stages.convert.params import Convert, MixtureSource
-from m3diff.stages.convert.stage import draw_keys, load_questions, training_samples
+from m3diff.stages.convert.stage import draw_keys, load_questions, require_single_images, training_samples
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import to_records
 
@@ -27,7 +27,8 @@ class PlannedSamples:
     """Training samples of datasets that are not ingested yet.
 
     Attributes:
-        samples: table with SAMPLE_COLUMNS and `use`, a number for each use of a pair. None if no dataset has samples.
+        samples: table with SAMPLE_COLUMNS, `use`, a number for each use of a pair, and COUPLE_QUESTION if any samples
+            are coupled. None if no dataset has samples.
         unread: for each dataset without samples, the reason.
     """
 
@@ -55,19 +56,21 @@ def plan_samples(entries: Mapping[str, DatasetEntry], convert: Convert) -> Plann
     if not tables:
         return PlannedSamples(samples=None, unread=unread)
     use = pl.struct("dataset", "image_set", "copy").rle_id().alias("use")
-    return PlannedSamples(samples=pl.concat(tables).with_columns(use), unread=unread)
+    return PlannedSamples(samples=pl.concat(tables, how="diagonal").with_columns(use), unread=unread)
 
 
 def samples_of_dataset(name: str, entry: DatasetEntry, convert: Convert) -> pl.DataFrame:
     """Create the training samples of a dataset from its annotation files.
 
     Returns:
-        Table with SAMPLE_COLUMNS and `copy`, which is empty for the first use of a pair and differs for further uses.
+        Table with SAMPLE_COLUMNS, `copy`, which is empty for the first use of a pair and differs for further uses, and
+        COUPLE_QUESTION if the samples are coupled.
 
     Raises:
         DataError: an annotation file cannot be used, the root folder does not exist, or no row can be used for
             training.
-        ParamsError: the file of questions cannot be used.
+        ParamsError: the file of questions cannot be used, or the dataset should be coupled but is not only single
+            images.
     """
     if not entry.root.is_dir():
         raise DataError("plan.no_root", path=entry.root)
@@ -81,11 +84,16 @@ def samples_of_dataset(name: str, entry: DatasetEntry, convert: Convert) -> pl.D
     pairs = pairs.unique("id", keep="first", maintain_order=True)
     keyed_pairs = pairs.with_row_index("row").hstack(draw_keys(convert.seed, pairs))
     source = convert.sources.get(name, MixtureSource())
-    questions = load_questions(convert.questions)[source.task or spec.task]
+    if source.couple:
+        require_single_images(name, pairs)
+    questions = load_questions(convert.questions)[source.task_for(spec.task)]
     samples, _ = training_samples(keyed_pairs, questions, source, convert)
+    nested = pairs.select(pl.col("images").list.len(), "history")
+    samples = samples.hstack(nested[samples["row"]])
     # The sample ids of a pair's second use end in x1
     copy = pl.col("id").str.extract(r"#\d+(x\d+)?$", 1).fill_null("")
-    return samples.select(*SAMPLE_COLUMNS, copy=copy)
+    couple_columns = [name for name in samples.columns if name == COUPLE_QUESTION]
+    return samples.select(*SAMPLE_COLUMNS, *couple_columns, copy=copy)
 
 
 def _without_embedded_images(row: Row) -> Row:

@@ -9,11 +9,12 @@ from typing import Any
 from m3diff.commands.plan.find_workload import find_workload
 from m3diff.commands.plan.memory import count_activations
 from m3diff.commands.plan.mixture import count_test_pairs
-from m3diff.commands.plan.workload import Workload
+from m3diff.commands.plan.workload import SampleGroup, TokenCounter, Workload
 from m3diff.models import FAMILIES
 from m3diff.models.family import Family, Settings
 from m3diff.models.flops import ADAPTERS, Term
 from m3diff.models.tuning import meta_model
+from m3diff.records.sample import PAIR
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
@@ -63,6 +64,33 @@ class Run:
 
 
 @dataclass(frozen=True)
+class SequenceFigures:
+    """The mean figures of the sequences whose image sets have the same number of images.
+
+    Attributes:
+        images: number of images.
+        sequences: number of these sequences per epoch.
+        prompt_tokens: number of tokens that do not count in the loss, including visual tokens.
+        supervised_tokens: number of tokens that count in the loss.
+        max_supervised_tokens: number of tokens that count in the loss of the longest sequence, or of a mean sequence if
+            only sums are known.
+        terms: FLOPs of one sequence, without recomputation.
+    """
+
+    images: int
+    sequences: int
+    prompt_tokens: float
+    supervised_tokens: float
+    max_supervised_tokens: float
+    terms: Sequence[Term]
+
+    @property
+    def tokens(self) -> float:
+        """Mean number of tokens per sequence."""
+        return self.prompt_tokens + self.supervised_tokens
+
+
+@dataclass(frozen=True)
 class Plan:
     """The figures of one phase of a run: the fine-tuning, or the alignment that precedes it for some models.
 
@@ -71,7 +99,8 @@ class Plan:
         base_origin: text that says where the shapes of the model come from.
         parameters: number of parameters by group. A part's frozen parameters are a separate group whose name ends with
             FROZEN.
-        terms: FLOPs of one sequence, without recomputation.
+        sequences_by_images: figures of the sequences of each group of the workload.
+        terms: FLOPs of a mean sequence, without recomputation.
         references_per_sequence: mean number of references per sequence.
         tokens_per_sequence: mean number of tokens per sequence.
         supervised_tokens: mean number of tokens per sequence that count in the loss.
@@ -85,7 +114,8 @@ class Plan:
         activations_gb: activations of a micro-batch by part of the model, in GB.
         test_pairs: number of pairs to caption; None if unknown.
         caption_flops: FLOPs for reading a pair's images and prompt after the LoRA adapters are merged into the weights.
-            This excludes decoding, which is limited by memory bandwidth, and the saliency map, which adds under 1 %.
+            If the run has no pairs, those of the most frequent kind of image set. This excludes decoding, which is
+            limited by memory bandwidth, and the saliency map, which adds under 1 %.
         epochs_parameter: parameter that sets the number of epochs.
     """
 
@@ -93,6 +123,7 @@ class Plan:
     base_origin: str
     workload: Workload
     parameters: Mapping[str, int]
+    sequences_by_images: Sequence[SequenceFigures]
     terms: Sequence[Term]
     references_per_sequence: float
     tokens_per_sequence: float
@@ -116,6 +147,11 @@ class Plan:
     def devices(self) -> int:
         """Number of devices used for training: GPUs, or processes on a CPU."""
         return max(1, self.run.compute.workers)
+
+    @property
+    def most_frequent_sequence(self) -> SequenceFigures:
+        """The figures of the most frequent kind of sequence."""
+        return max(self.sequences_by_images, key=lambda figures: figures.sequences)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -159,21 +195,17 @@ def make_plan(run: Run, excluded_datasets: Sequence[str] = ()) -> Plan:
     family = FAMILIES[run.settings.family]
     config = family.planned_config(run.train.base, run.settings)
     workload = _workload_of(run, family, config, excluded_datasets)
-    sequences = workload.sequences(run.train.max_captions_per_sequence)
-
-    references_per_sequence = workload.references / sequences
-    prompt_tokens = config.image_tokens + workload.prompt_tokens
-    supervised_tokens = references_per_sequence * workload.reference_tokens
-    tokens_per_sequence = prompt_tokens + supervised_tokens
+    max_captions = run.train.max_captions_per_sequence
+    sequences = workload.sequences(max_captions)
     model = meta_model(config, family, run.settings, run.train.precision)
-    terms = family.count_flops(model, family, tokens_per_sequence, supervised_tokens)
-    caption_flops = _caption_flops(family, model, prompt_tokens)
+    figures = [_sequence_figures(group, max_captions, config, family, model) for group in workload.groups]
+    terms = mean_terms(figures)
+    caption_flops = _caption_flops(family, model, figures)
 
     # Must come after all FLOPs: counting activations fuses kernels into the model, and `count_flops` does not see
     # the matrix products inside them
-    max_references = workload.max_references(run.train.max_captions_per_sequence)
-    reference_tokens = math.ceil((max_references or references_per_sequence) * workload.reference_tokens)
-    activations_gb = _activations_gb(run, model, math.ceil(prompt_tokens), reference_tokens)
+    longest = max(figures, key=lambda sequence: sequence.prompt_tokens + sequence.max_supervised_tokens)
+    activations_gb = _activations_gb(run, model, longest)
     parameters = count_parameters(model, family)
     memory_gb = static_memory_gb(run.train, run.compute, parameters)
     memory_gb["activations"] = sum(activations_gb.values())
@@ -186,11 +218,12 @@ def make_plan(run: Run, excluded_datasets: Sequence[str] = ()) -> Plan:
         base_origin=_origin_of_shapes(run.train.base, config),
         workload=workload,
         parameters=parameters,
+        sequences_by_images=figures,
         terms=terms,
-        references_per_sequence=references_per_sequence,
-        tokens_per_sequence=tokens_per_sequence,
-        supervised_tokens=supervised_tokens,
-        max_references=max_references,
+        references_per_sequence=workload.references / sequences,
+        tokens_per_sequence=sum(sequence.sequences * sequence.tokens for sequence in figures) / sequences,
+        supervised_tokens=sum(sequence.sequences * sequence.supervised_tokens for sequence in figures) / sequences,
+        max_references=workload.max_references(max_captions),
         sequences=sequences,
         model_flops=sequences_in_run * flops_per_sequence,
         run_flops=sequences_in_run * (flops_per_sequence + recomputed_per_sequence),
@@ -241,10 +274,49 @@ def _workload_of(run: Run, family: Family, config: Any, excluded_datasets: Seque
     processor = family.load_processor(run.train.base, config) if has_base(run.train.base) else None
     if run.settings.align:
         excluded_datasets = run.settings.align.datasets
-    workload = find_workload(run.mixture, run.entries, run.convert, processor, config.image_tokens, excluded_datasets)
+    tokens = TokenCounter(processor, config.image_tokens_of)
+    workload = find_workload(run.mixture, run.entries, run.convert, tokens, excluded_datasets)
     if processor is None and family.prompt_tokens is not None:
-        return replace(workload, prompt_tokens=family.prompt_tokens)
+        return replace(
+            workload, groups=[replace(group, prompt_tokens=family.prompt_tokens) for group in workload.groups]
+        )
     return workload
+
+
+def _sequence_figures(
+    group: SampleGroup, max_captions: int | None, config: Any, family: Family, model: Any
+) -> SequenceFigures:
+    """Return the figures of the sequences of a group of image sets."""
+    sequences = group.sequences(max_captions)
+    references_per_sequence = group.references / sequences
+    prompt_tokens = group.prompts_per_sequence(max_captions) * group.prompt_tokens
+    prompt_tokens += config.image_tokens_of(group.images)
+    supervised_tokens = references_per_sequence * group.reference_tokens
+    max_references = group.max_references(max_captions) or references_per_sequence
+    return SequenceFigures(
+        images=group.images,
+        sequences=sequences,
+        prompt_tokens=prompt_tokens,
+        supervised_tokens=supervised_tokens,
+        max_supervised_tokens=max_references * group.reference_tokens,
+        terms=family.count_flops(model, family, prompt_tokens + supervised_tokens, supervised_tokens, group.images),
+    )
+
+
+def mean_terms(figures: Sequence[SequenceFigures]) -> list[Term]:
+    """Return the FLOPs of a mean sequence."""
+    if len(figures) == 1:
+        return list(figures[0].terms)
+    terms: dict[str, Term] = {}
+    total = sum(sequence.sequences for sequence in figures)
+    for sequence in figures:
+        share = sequence.sequences / total
+        for term in sequence.terms:
+            mean = terms.setdefault(term.name, Term(term.name))
+            mean.forward += share * term.forward
+            mean.backward += share * term.backward
+            mean.recomputed += share * term.recomputed
+    return list(terms.values())
 
 
 def has_base(base: Path) -> bool:
@@ -260,16 +332,20 @@ def _origin_of_shapes(base: Path, config: Any) -> str:
     return f"published shapes of {name}, because there is no base in {base}{command}"
 
 
-def _activations_gb(run: Run, model: Any, prompt_tokens: int, reference_tokens: int) -> dict[str, float]:
+def _activations_gb(run: Run, model: Any, sequence: SequenceFigures) -> dict[str, float]:
     """Return the memory in GB that a micro-batch holds for its backward pass, by part of the model."""
     family = FAMILIES[run.settings.family]
     checkpointing = run.compute.activation_checkpointing
-    sequence_bytes = count_activations(model, family, checkpointing, prompt_tokens + reference_tokens, reference_tokens)
+    supervised_tokens = math.ceil(sequence.max_supervised_tokens)
+    tokens = math.ceil(sequence.prompt_tokens) + supervised_tokens
+    sequence_bytes = count_activations(model, family, checkpointing, tokens, supervised_tokens, sequence.images)
     return {name: run.compute.micro_batch * size / GIGA for name, size in sequence_bytes.items()}
 
 
-def _caption_flops(family: Family, model: Any, prompt_tokens: float) -> float:
-    terms = family.count_flops(model, family, prompt_tokens, 1)
+def _caption_flops(family: Family, model: Any, figures: Sequence[SequenceFigures]) -> float:
+    pairs = [sequence for sequence in figures if sequence.images == PAIR]
+    sequence = max(pairs or figures, key=lambda sequence: sequence.sequences)
+    terms = family.count_flops(model, family, sequence.prompt_tokens, 1, sequence.images)
     return sum(term.forward for term in terms if term.name != ADAPTERS)
 
 

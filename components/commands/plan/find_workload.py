@@ -10,9 +10,8 @@ from pathlib import Path
 from m3diff.commands.plan.annotations import plan_samples
 from m3diff.commands.plan.mixture import counted_workload, has_mixture, workload_of_samples
 from m3diff.commands.plan.published import published_workload
-from m3diff.commands.plan.workload import DatasetShare, TokenCounter, Workload
+from m3diff.commands.plan.workload import ESTIMATED_LENGTHS, TokenCounter, Workload
 from m3diff.datasets import DATASETS
-from m3diff.models.contract import Processor
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.ingest.params import DatasetEntry
 
@@ -21,8 +20,7 @@ def find_workload(
     mixture: Path,
     entries: Mapping[str, DatasetEntry],
     convert: Convert,
-    processor: Processor | None,
-    image_tokens: int,
+    tokens: TokenCounter,
     excluded_datasets: Sequence[str] = (),
 ) -> Workload:
     """Return the workload of the run's mixture or, if there is no such mixture, of the run's datasets.
@@ -31,9 +29,9 @@ def find_workload(
     of the datasets, see `workload_of_datasets`.
 
     Args:
+        tokens: counts or estimates the lengths of the texts.
         excluded_datasets: datasets whose samples are used by another phase.
     """
-    tokens = TokenCounter(processor, image_tokens)
     entries = {name: entry for name, entry in entries.items() if name not in excluded_datasets}
     if not has_mixture(mixture):
         return workload_of_datasets(entries, convert, tokens)
@@ -48,7 +46,7 @@ def find_workload(
 
 
 def workload_of_datasets(
-    entries: Mapping[str, DatasetEntry], convert: Convert, tokens: TokenCounter | None = None
+    entries: Mapping[str, DatasetEntry], convert: Convert, tokens: TokenCounter = ESTIMATED_LENGTHS
 ) -> Workload:
     """Return the workload of a run that has no mixture yet.
 
@@ -72,27 +70,12 @@ def workload_of_datasets(
         return published_workload(entries, convert, planned.unread)
     read_names = ", ".join(name for name in unpublished if name not in planned.unread)
     origin = f"the annotation files of {read_names}, used in the same way as by convert"
-    workload = workload_of_samples(planned.samples, tokens or TokenCounter(None, 0), origin)
+    workload = workload_of_samples(planned.samples, tokens, origin)
     if published:
-        return join_workloads(workload, published_workload(published, convert, planned.unread))
+        published_part = published_workload(published, convert, planned.unread)
+        return Workload(
+            origin=f"{workload.origin}; {published_part.origin}", groups=[*workload.groups, *published_part.groups]
+        )
     if planned.unread:
         return replace(workload, origin=f"{workload.origin}; without {', '.join(planned.unread)}")
     return workload
-
-
-def join_workloads(*workloads: Workload) -> Workload:
-    """Join workloads. The result contains only sums, not the number of references of each pair."""
-    shares: list[DatasetShare] = []
-    for workload in workloads:
-        shares += workload.shares
-    pairs = sum(workload.pairs for workload in workloads)
-    references = sum(workload.references for workload in workloads)
-    prompt_tokens = sum(workload.pairs * workload.prompt_tokens for workload in workloads)
-    reference_tokens = sum(workload.references * workload.reference_tokens for workload in workloads)
-    return Workload(
-        origin="; ".join(workload.origin for workload in workloads),
-        shares=shares,
-        prompt_tokens=prompt_tokens / pairs,
-        reference_tokens=reference_tokens / references,
-        pairs_by_references={},
-    )

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from m3diff.models.family import Family
+from m3diff.records.sample import PAIR
 
 LOGITS = "logits"
 BETWEEN_PARTS = "between parts"
@@ -25,7 +26,7 @@ RECOMPUTED_LAYER = "one layer recomputed"
 
 
 def count_activations(
-    model: Any, family: Family, activation_checkpointing: str, tokens: int, supervised: int
+    model: Any, family: Family, activation_checkpointing: str, tokens: int, supervised: int, images: int = PAIR
 ) -> dict[str, int]:
     """Return the number of bytes that one sequence holds for the backward pass, by part of the model.
 
@@ -37,6 +38,7 @@ def count_activations(
         model: model on the meta device, prepared for training: with adapters and weights in the training precision.
         tokens: number of tokens in the sequence, including visual tokens.
         supervised: number of tokens that count in the loss.
+        images: number of images of the sequence.
     """
     token_shape = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     inputs = {
@@ -46,7 +48,7 @@ def count_activations(
         # On the CPU because the model reads its values
         "logits_to_keep": (torch.arange(tokens) >= tokens - supervised)[None],
         "use_cache": False,
-        **model.blank_images(model.config, "meta"),
+        **model.blank_images(model.config, "meta", images),
     }
     model.train()
     family.fuse(model, activation_checkpointing)

@@ -1,14 +1,15 @@
 """Estimate the workload of a run from the published counts of its datasets."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from m3diff.commands.plan.workload import PROMPT_TOKENS, REFERENCE_TOKENS, DatasetShare, Workload
+from m3diff.commands.plan.workload import PROMPT_TOKENS, REFERENCE_TOKENS, DatasetShare, SampleGroup, Workload
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.records.errors import Fault
+from m3diff.records.sample import PAIR
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.params import Convert, MixtureSource
 from m3diff.stages.convert.stage import PAPER_SAMPLES, published_mixture_counts
@@ -40,35 +41,48 @@ def published_workload(
             cause = next(iter(unread.values()))
             raise ParamsError("plan.no_counts_but_unread_files", key="ingest.datasets", names=unpublished, cause=cause)
         raise ParamsError("plan.no_counts", key="ingest.datasets", names=unpublished)
-    shares: list[DatasetShare] = []
-    total_tokens = 0.0
+    datasets: list[PublishedShare] = []
     for name, spec in specs.items():
         if name not in unpublished:
-            dataset = _published_dataset(name, spec, entries[name].train_on, convert)
-            shares += dataset.shares
-            total_tokens += dataset.tokens
-    if not shares:
+            datasets += _published_dataset(name, spec, entries[name].train_on, convert)
+    if not datasets:
         raise ParamsError("plan.no_dataset_trains", names=list(entries))
     omitted = list(dict.fromkeys([*unpublished, *unread]))
     omission = f"; without {', '.join(omitted)}, whose counts are not published" if omitted else ""
     return Workload(
         origin=f"published counts of the datasets, lengths estimated{omission}",
-        shares=shares,
-        prompt_tokens=PROMPT_TOKENS,
-        reference_tokens=total_tokens / sum(share.references for share in shares),
-        pairs_by_references={},
+        groups=list(_group_by_images(datasets)),
     )
 
 
 @dataclass(frozen=True)
-class PublishedDataset:
-    """A published dataset's shares of an epoch, one per split, and the estimated number of tokens of its references."""
+class PublishedShare:
+    """A published dataset's share of an epoch, and the estimated number of tokens of each of its references."""
 
-    shares: Sequence[DatasetShare]
-    tokens: float
+    share: DatasetShare
+    reference_tokens: float
 
 
-def _published_dataset(name: str, spec: DatasetSpec, train_on: Sequence[str], convert: Convert) -> PublishedDataset:
+def _group_by_images(published_shares: Sequence[PublishedShare]) -> Iterator[SampleGroup]:
+    """Yield the groups of image sets with the same number of images, pairs first, and then that of couples."""
+    kinds = {(published.share.are_couples, -published.share.images) for published in published_shares}
+    for are_couples, negative_images in sorted(kinds):
+        chosen = [
+            published
+            for published in published_shares
+            if (published.share.are_couples, -published.share.images) == (are_couples, negative_images)
+        ]
+        tokens = sum(published.share.references * published.reference_tokens for published in chosen)
+        yield SampleGroup(
+            shares=[published.share for published in chosen],
+            prompt_tokens=PROMPT_TOKENS,
+            reference_tokens=tokens / sum(published.share.references for published in chosen),
+            pairs_by_references={},
+        )
+
+
+def _published_dataset(name: str, spec: DatasetSpec, train_on: Sequence[str], convert: Convert) -> list[PublishedShare]:
+    """Return the shares of a published dataset, one per split and number of images, and that of its couples."""
     published = spec.part(name)
     assert published is not None, f"{name}: no published counts"
     counts: dict[str, SplitCount] = {split: getattr(published, split) for split in train_on}
@@ -87,25 +101,49 @@ def _published_dataset(name: str, spec: DatasetSpec, train_on: Sequence[str], co
     samples_per_pair = min(mean_references, max_references) if has_sample_per_reference else questions_per_pair
     used_references = round(used_pairs * samples_per_pair)
     if not used_references:
-        return PublishedDataset(shares=(), tokens=0.0)
+        return []
 
     pairs_by_split = _split_total(round(used_pairs), pairs)
     references_by_split = _split_total(used_references, references if has_sample_per_reference else pairs)
-    shares = [
-        DatasetShare(
+    shares: list[DatasetShare] = []
+    for (split, count), split_pairs, split_references in zip(
+        counts.items(), pairs_by_split, references_by_split, strict=True
+    ):
+        share = DatasetShare(
             dataset=name,
             pairs=split_pairs,
             references=split_references,
             split=split,
             published_pairs=count.pairs,
             is_counted=count.references is not None,
+            images=published.images,
         )
-        for (split, count), split_pairs, split_references in zip(
-            counts.items(), pairs_by_split, references_by_split, strict=True
-        )
+        shares += _separate_texts(share, count)
+    reference_tokens = REFERENCE_TOKENS * (mean_references if source.samples == "joined" else 1)
+    published_shares = [PublishedShare(share, reference_tokens) for share in shares]
+    couples = round(used_pairs) // 2
+    if source.couple and couples:
+        share = DatasetShare(name, pairs=couples, references=couples, images=PAIR, are_couples=True)
+        published_shares.append(PublishedShare(share, 2 * reference_tokens))
+    return published_shares
+
+
+def _separate_texts(share: DatasetShare, count: SplitCount) -> list[DatasetShare]:
+    """Return the share of rows with images, and that of rows without any, if the dataset has such rows."""
+    if not count.texts:
+        return [share]
+    published_pairs = [count.pairs - count.texts, count.texts]
+    pairs_with_images, texts = _split_total(share.pairs, published_pairs)
+    references_with_images, references_of_texts = _split_total(share.references, published_pairs)
+    return [
+        replace(
+            share,
+            pairs=pairs_with_images,
+            references=references_with_images,
+            published_pairs=count.pairs - count.texts,
+        ),
+        replace(share, pairs=texts, references=references_of_texts, published_pairs=count.texts, images=0),
     ]
-    references_per_sample = mean_references if source.samples == "joined" else 1
-    return PublishedDataset(shares=shares, tokens=used_references * REFERENCE_TOKENS * references_per_sample)
 
 
 def _split_total(total: int, weights: Sequence[float]) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from m3diff.commands.plan.figures import TERA, Plan, Run
+from m3diff.commands.plan.figures import TERA, Plan, Run, SequenceFigures
 from m3diff.models import FAMILIES
 from m3diff.models.tuning import prepare_for_training
 from m3diff.records.errors import format_count
@@ -139,10 +139,11 @@ def read_speed(file: Path) -> dict[str, Any]:
 
 def duration_by_timing(plan: Plan) -> Duration:
     """Estimate the time by timing a sequence on this machine's CPU, or a matrix product if the model is large."""
-    flops_per_sequence = sum(term.total for term in plan.terms)
+    sequence = plan.most_frequent_sequence
+    flops_per_sequence = sum(term.total for term in sequence.terms)
     with threads_of_worker(plan.run.compute):
         if flops_per_sequence <= MAX_TIMED_FLOPS:
-            flops_per_s = flops_per_sequence / time_sequence(plan.run, plan.tokens_per_sequence, plan.supervised_tokens)
+            flops_per_s = flops_per_sequence / time_sequence(plan.run, sequence)
             basis = "timed on this machine: forward and backward of one sequence of this model"
         else:
             flops_per_s = 2 * MATRIX_SIDE**3 / time_matrix_product()
@@ -167,7 +168,7 @@ def threads_of_worker(compute: Compute) -> Iterator[None]:
         torch.set_rng_state(random_state)
 
 
-def time_sequence(run: Run, tokens: float, supervised_tokens: float) -> float:
+def time_sequence(run: Run, sequence: SequenceFigures) -> float:
     """Return the seconds that the forward and backward pass of one sequence take on this CPU, with random weights."""
     family = FAMILIES[run.settings.family]
     config = family.planned_config(run.train.base, run.settings)
@@ -175,20 +176,21 @@ def time_sequence(run: Run, tokens: float, supervised_tokens: float) -> float:
     prepare_for_training(model, family, run.settings)
     model = model.to(torch.bfloat16 if run.train.precision == "bf16" else torch.float32).train()
     family.fuse(model, run.compute.activation_checkpointing)
-    length = round(tokens)
-    supervised_length = max(1, min(length - 1, round(supervised_tokens)))
+    length = round(sequence.tokens)
+    supervised_length = max(1, min(length - 1, round(sequence.supervised_tokens)))
     ids = torch.zeros(1, length, dtype=torch.long)
-    ids[:, : config.image_tokens] = config.image_token_index
+    ids[:, : config.image_tokens_of(sequence.images)] = config.image_token_index
     positions = torch.arange(length)[None]
     inputs = {
         "input_ids": ids,
-        "tokens": ids,
         "position_ids": positions,
         "attention_mask": None,
         "logits_to_keep": positions >= length - supervised_length,
         "use_cache": False,
-        **model.blank_images(config, "cpu"),
+        **model.blank_images(config, "cpu", sequence.images),
     }
+    if sequence.images:
+        inputs["tokens"] = ids  # tells where the visual tokens are
 
     def train_sequence() -> None:
         logits = model(**inputs).logits.reshape(supervised_length, -1)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from m3diff.commands.plan.figures import FROZEN, GIGA, Plan, recomputed_flops
+from m3diff.commands.plan.figures import FROZEN, GIGA, TERA, Plan, recomputed_flops
 from m3diff.commands.plan.fit import RESERVE, GpuMemory, smallest_gpu_gb
 from m3diff.commands.plan.speed import Duration, UnknownDuration, estimate_duration, format_devices
 from m3diff.commands.plan.warnings import warnings_of_plan
@@ -12,6 +12,7 @@ from m3diff.commands.plan.workload import DatasetShare
 from m3diff.models import FAMILIES
 from m3diff.models.flops import ADAPTERS
 from m3diff.records.errors import Fault, format_count
+from m3diff.records.sample import PAIR
 from m3diff.settings.compute import Compute, Gpu
 from m3diff.stages.convert.stage import PAPER_DATASETS, PAPER_SAMPLES
 from m3diff.stages.predict.stage import CONTROL_PAIRS
@@ -22,6 +23,9 @@ PAPER_ROW = "published in the paper"  # name of the row with the counts of the M
 PAPER_PAIRS = 145_000  # pairs in the mixture of the M3Diff paper
 
 CENT = 0.01
+
+# What image sets are called, by their number of images
+KINDS_OF_IMAGE_SETS = {0: "texts", 1: "images", PAIR: "pairs"}
 
 
 @dataclass(frozen=True)
@@ -158,8 +162,8 @@ def _memory_summary(plan: Plan, gpu_memory: GpuMemory | None) -> Iterator[str]:
 
 def _steps_line(plan: Plan) -> str:
     workload = plan.workload
-    pairs = format_count(workload.pairs, "pair")
-    captions = format_count(workload.references, "caption")
+    pairs = format_count(workload.pairs, "pair" if workload.has_only_pairs else "image set")
+    captions = format_count(workload.references, "caption" if workload.has_only_pairs else "sample")
     steps_per_epoch = format_count(plan.steps_per_epoch, "step")
     batch = format_count(plan.train.global_batch, "sequence")
     steps = format_count(plan.steps, "step")
@@ -171,29 +175,44 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
     workload = plan.workload
     max_captions = plan.train.max_captions_per_sequence
     yield f"data: {workload.origin}"
-    total = DatasetShare(
-        dataset="sum",
-        pairs=workload.pairs,
-        references=workload.references,
-        published_pairs=sum(share.published_pairs for share in workload.shares),
-    )
-    for share in (*workload.shares, total):
-        note = f" of {format_count(share.published_pairs, 'published pair')}" if share.published_pairs else ""
+    answers = "references" if workload.has_only_pairs else "samples"
+    for share in workload.shares:
+        noun = "published pair" if share.images == PAIR else "published row"
+        note = f" of {format_count(share.published_pairs, noun)}" if share.published_pairs else ""
         if not share.is_counted:
             note += "; references estimated"
         name = f"{share.dataset} {share.split}"
-        yield f"  {name:<28} {share.pairs:>9,} pairs {share.references:>9,} references{note}"
+        yield f"  {name:<28} {share.pairs:>9,} {_kind_of(share)} {share.references:>9,} {answers}{note}"
+    published_pairs = sum(share.published_pairs for share in workload.shares)
+    noun = "published pair" if workload.has_only_pairs else "published row"
+    note = f" of {format_count(published_pairs, noun)}" if published_pairs else ""
+    pairs = "pairs" if workload.has_only_pairs else "image sets"
+    yield f"  {'sum ':<28} {workload.pairs:>9,} {pairs} {workload.references:>9,} {answers}{note}"
     if set(workload.counts_by_dataset) == set(PAPER_DATASETS):
         pairs = f"{PAPER_PAIRS // 1000}k"
         references = f"{PAPER_SAMPLES // 1000}k"
         yield f"  {PAPER_ROW:<28} {pairs:>9} pairs {references:>9} references"
-    yield f"  {workload.prompt_tokens:.1f} tokens per prompt, {workload.reference_tokens:.1f} tokens per reference"
+    answer = answers.removesuffix("s")
+    yield f"  {workload.prompt_tokens:.1f} tokens per prompt, {workload.reference_tokens:.1f} tokens per {answer}"
     tokens = format_count(round(plan.tokens_per_sequence), "token")
     yield (
         f"  max_captions_per_sequence {'all' if max_captions is None else max_captions}: "
         f"{format_count(plan.sequences, 'sequence')}, each with {tokens} and "
-        f"{plan.references_per_sequence:.2f} references on average"
+        f"{plan.references_per_sequence:.2f} {answers} on average"
     )
+    if len(plan.sequences_by_images) > 1:
+        for sequence in plan.sequences_by_images:
+            images = format_count(sequence.images, "image")
+            tokens = format_count(round(sequence.tokens), "token")
+            tflops = sum(term.total for term in sequence.terms) / TERA
+            yield f"  {sequence.sequences:>9,} with {images}, {tokens} and {tflops:.3g} TFLOP each"
+
+
+def _kind_of(share: DatasetShare) -> str:
+    """Return what the image sets of a share are called in the plural."""
+    if share.are_couples:
+        return "couples"
+    return KINDS_OF_IMAGE_SETS[share.images]
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

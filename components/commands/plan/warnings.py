@@ -7,7 +7,7 @@ from contextlib import suppress
 from m3diff.commands.plan.figures import Plan, Run, count_steps
 from m3diff.commands.plan.mixture import counted_workload, has_mixture
 from m3diff.commands.plan.unknown_words import count_words
-from m3diff.commands.plan.workload import TokenCounter
+from m3diff.commands.plan.workload import ESTIMATED_LENGTHS
 from m3diff.records.errors import Fault
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.params import ENOUGH_STEPS, FEW_STEPS
@@ -26,7 +26,7 @@ def warnings_before_training(run: Run) -> list[str]:
     warnings: list[Fault | None] = []
     align = run.settings.align
     with suppress(ParamsError):  # no samples are left for the fine-tuning; the training itself raises that error
-        workload = counted_workload(run.mixture / "train", TokenCounter(None, 0), align.datasets if align else ())
+        workload = counted_workload(run.mixture / "train", ESTIMATED_LENGTHS, align.datasets if align else ())
         sequences = workload.sequences(run.train.max_captions_per_sequence)
         steps = count_steps(run.train, sequences)
         warnings.append(short_run_warning(steps, run.train.epochs, "train.epochs"))

@@ -9,13 +9,15 @@ from pydantic import Field
 from m3diff.records import installation
 from m3diff.settings.section import Section
 
+COUPLES_TASK = "describe"  # task whose questions are asked about two coupled images
+
 
 class MixtureSource(Section):
     """How much of a dataset is used for training. Validation and test splits are always used completely."""
 
     task: str | None = None
     """Name of a task in the file `questions`. The questions of this task are asked about the pairs. null uses the task
-    of the dataset's reader."""
+    of the dataset's reader, or `describe` for couples."""
 
     weight: float = Field(default=1.0, ge=0)
     """How often each pair is used: 0.5 uses half of the pairs, 2 uses each pair twice, 0 leaves the dataset out."""
@@ -31,6 +33,23 @@ class MixtureSource(Section):
     references_per_question: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
     """Maximum number of training samples per question about a pair of this dataset. `all` removes the limit, null uses
     the section's `references_per_question`."""
+
+    couple: Literal["also"] | None = None
+    """Whether single images are trained on in couples, too, as in OneDiff's Coupled Sample Training. `also` trains each
+    image alone and, once per epoch, together with another one: two unrelated images, the question of `task`, and both
+    captions as the answer. Every record of the dataset must have one image and one turn. null makes no couples."""
+
+    def task_for(self, reader_task: str) -> str:
+        """Return the task whose questions are asked.
+
+        Single images have questions of their own, so the questions of a dataset with couples are asked about couples.
+
+        Args:
+            reader_task: task of the dataset's reader.
+        """
+        if self.task is not None:
+            return self.task
+        return COUPLES_TASK if self.couple else reader_task
 
 
 class Convert(Section):

@@ -10,12 +10,16 @@ answers to one of the questions of the dataset's task, which is the same for all
 Random numbers depend only on the seed and an id, not on other records or the version of a library. The hash functions
 of polars and Python do not guarantee that, so this module implements a hash function.
 
+The samples of a dataset with `couple` are marked in an additional column, from which training makes the couples of each
+epoch (see `records/schemas.py`).
+
 Each split has a separate folder, so that DVC can track that training depends on `train` and `val`, and prediction on
 `test`. The test split of datasets with the role `retention` is in a folder of its own, because the base answers it,
 too.
 """
 
 import hashlib
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
@@ -31,10 +35,17 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import SplitCount
-from m3diff.records.errors import DataError, ParamsError, cause_of
+from m3diff.records.errors import DataError, ParamsError, cause_of, format_count
 from m3diff.records.files import StageReport
 from m3diff.records.sample import IMAGE_MARK
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
+from m3diff.records.schemas import (
+    COUPLE_QUESTION,
+    COUPLED_SAMPLE_SCHEMA,
+    NO_CHANGE,
+    RECORD_SCHEMA,
+    SAMPLE_SCHEMA,
+    SPLITS,
+)
 from m3diff.records.tables import iterate_parts, load_table, part_bounds, part_paths, write_parts
 from m3diff.stages.convert.params import Convert, MixtureSource
 from m3diff.stages.ingest.params import DatasetEntry
@@ -85,11 +96,20 @@ class ConvertCounts(BaseModel):
         samples: number of samples per split.
         left_out: number of training pairs and references that are left out, by reason. A question without a usable
             answer counts as a pair without a reference. `val_pairs_of_retention` counts validation pairs.
+        samples_by_kind: number of training samples by kind of question. This and the next two fields are left out of
+            the report if the dataset consists of captions.
+        samples_by_images: number of training samples by their number of images.
+        samples_by_turns: number of training samples by their number of turns.
+        couples: number of couples that training makes in each epoch. It is left out of the report if it is 0.
     """
 
     pairs: dict[str, int]
     samples: dict[str, int]
     left_out: dict[str, int]
+    samples_by_kind: dict[str, int] = Field(default={}, exclude_if=operator.not_)
+    samples_by_images: dict[str, int] = Field(default={}, exclude_if=operator.not_)
+    samples_by_turns: dict[str, int] = Field(default={}, exclude_if=operator.not_)
+    couples: int = Field(default=0, exclude_if=operator.not_)
 
 
 class ConvertReport(StageReport):
@@ -132,9 +152,11 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     counts = {}
     for name in names:
         source = cfg.sources.get(name, MixtureSource())
-        task = source.task or DATASETS[entries[name].reader].task
+        task = source.task_for(DATASETS[entries[name].reader].task)
         if not entries[name].train_on:  # do not train on this dataset, even if its files contain a training split
             source = MixtureSource(weight=0)
+        if source.couple:
+            require_single_images(name, records.filter(dataset=name, split="train"))
         pairs_of_dataset = pairs.filter(dataset=name)
         used_pairs = pairs_of_dataset
         if entries[name].role == RETENTION:  # the validation split chooses the weights that are best for the task
@@ -142,9 +164,10 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         samples_of_dataset, omissions = _convert_dataset(used_pairs, questions[task], source, cfg)
         if used_pairs.height < pairs_of_dataset.height:
             omissions["val_pairs_of_retention"] = pairs_of_dataset.filter(split="val")["image_set"].n_unique()
-        counts[name] = _count_samples(samples_of_dataset, omissions)
+        counts[name] = _count_samples(samples_of_dataset, omissions, records)
         samples_by_dataset.append(samples_of_dataset)
-    samples = pl.concat(samples_by_dataset)
+    # only the samples of a dataset with couples have the column COUPLE_QUESTION
+    samples = pl.concat(samples_by_dataset, how="diagonal")
     retention_datasets = [name for name in names if entries[name].role == RETENTION]
     is_retention_test = (pl.col("split") == "test") & pl.col("dataset").is_in(retention_datasets)
     folder = pl.when(is_retention_test).then(pl.lit(RETENTION)).otherwise(pl.col("split"))
@@ -173,17 +196,74 @@ def _convert_dataset(
     evaluation_pairs = pairs.filter(pl.col("split") != "train")
     samples_for_training, omissions = training_samples(training_pairs, questions, source, cfg)
     samples_for_evaluation = evaluation_samples(evaluation_pairs, questions)
-    return pl.concat([samples_for_training, samples_for_evaluation]), omissions
+    return pl.concat([samples_for_training, samples_for_evaluation], how="diagonal"), omissions
 
 
-def _count_samples(samples: pl.DataFrame, omissions: dict[str, int]) -> ConvertCounts:
-    """Return the numbers of pairs and samples of a dataset per split."""
+def require_single_images(name: str, records: pl.DataFrame) -> None:
+    """Check that all training records of a dataset with couples have one image and one turn.
+
+    Raises:
+        ParamsError: a record has another number of images, or earlier turns.
+    """
+    images = pl.col("images").list.len()
+    turns = pl.col("history").list.len() + 1
+    other_records = records.filter((images != 1) | (turns != 1))
+    if other_records.is_empty():
+        return
+    counts = other_records.group_by(images=images, turns=turns).len("count").sort("images", "turns")
+    kinds = [
+        f"{format_count(row['images'], 'image')} and {format_count(row['turns'], 'turn')} ({row['count']:,})"
+        for row in counts.iter_rows(named=True)
+    ]
+    raise ParamsError(
+        "convert.records_cannot_be_coupled",
+        key=f"convert.sources.{name}.couple",
+        value=other_records.height,
+        total=records.height,
+        kinds=kinds,
+        name=other_records["id"][0],
+    )
+
+
+def _count_samples(samples: pl.DataFrame, omissions: dict[str, int], records: pl.DataFrame) -> ConvertCounts:
+    """Return the numbers of pairs and samples of a dataset per split.
+
+    Args:
+        samples: samples of the dataset.
+        omissions: counts of what is left out of training.
+        records: all records. The `row` of a sample is the number of its record.
+    """
     image_sets = {split: samples.filter(split=split)["image_set"] for split in SPLITS}
+    couples = 0
+    if COUPLE_QUESTION in samples.columns:
+        # training starts a new image set wherever the name changes
+        coupled_image_sets = samples.filter(split="train").sort("order")["image_set"]
+        couples = coupled_image_sets.rle_id().n_unique() // 2
     return ConvertCounts(
         pairs={split: names.n_unique() for split, names in image_sets.items()},
         samples={split: names.len() for split, names in image_sets.items()},
         left_out=omissions,
+        **_count_questions(records[samples.filter(split="train")["row"]]),
+        couples=couples,
     )
+
+
+def _count_questions(records: pl.DataFrame) -> dict[str, dict[str, int]]:
+    """Return the numbers of training samples by kind of question, images and turns. Captions are not counted.
+
+    Args:
+        records: the record of each training sample.
+    """
+    if records["question"].null_count() == records.height:
+        return {}
+    kinds = records["kind"].fill_null("no kind").value_counts().sort(["count", "kind"], descending=[True, False])
+    images = records["images"].list.len().alias("images").value_counts().sort("images")
+    turns = (records["history"].list.len() + 1).alias("turns").value_counts().sort("turns")
+    return {
+        "samples_by_kind": dict(kinds.iter_rows()),
+        "samples_by_images": {format_count(number, "image"): count for number, count in images.iter_rows()},
+        "samples_by_turns": {format_count(number, "turn"): count for number, count in turns.iter_rows()},
+    }
 
 
 def _load_records(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:
@@ -239,18 +319,20 @@ def _write_split(samples: pl.DataFrame, nested: pl.DataFrame, table: Path) -> No
     """Write the samples of a split as a table. Each part has about SHARD_SAMPLES samples. Without samples, it is empty.
 
     Args:
-        samples: samples with the columns in COLUMNS.
+        samples: samples with the columns in COLUMNS, and COUPLE_QUESTION if any are coupled.
         nested: NESTED_COLUMNS of all records, in the order of their `row`.
         table: folder of the split.
     """
     order = np.argsort(samples["order"].to_numpy(), kind="stable")
+    has_couples = COUPLE_QUESTION in samples.columns and samples[COUPLE_QUESTION].null_count() < samples.height
+    schema = COUPLED_SAMPLE_SCHEMA if has_couples else SAMPLE_SCHEMA
 
     # Gather one part at a time, because a sorted copy of all samples would double the memory
     def parts() -> Iterator[pa.Table]:
         for start, end in part_bounds(samples["image_set"].gather(order).to_arrow(), SHARD_SAMPLES):
             part = samples[order[start:end]]
             part = part.hstack(nested[part["row"]])
-            yield part.select(SAMPLE_SCHEMA.names).to_arrow().cast(SAMPLE_SCHEMA)
+            yield part.select(schema.names).to_arrow().cast(schema)
 
     write_parts(parts(), table)
 
@@ -278,7 +360,7 @@ def training_samples(
 ) -> tuple[pl.DataFrame, dict[str, int]]:
     """Return a dataset's training samples in shuffled order, and counts of the pairs and references that are left out.
 
-    The samples have the columns in COLUMNS.
+    The samples have the columns in COLUMNS, and COUPLE_QUESTION if the source has couples.
 
     Args:
         pairs: records with their `row` and the columns of `draw_keys`.
@@ -294,6 +376,8 @@ def training_samples(
     question_numbers = random_bits(sampled_pairs["image_set_key"], Draw.QUESTION) % len(questions)
     task_question = pl.Series(questions, dtype=pl.String).gather(question_numbers)
     pairs_with_question = sampled_pairs.with_columns(question=pl.coalesce("question", pl.lit(task_question)))
+    if source.couple:
+        pairs_with_question = pairs_with_question.with_columns(task_question.alias(COUPLE_QUESTION))
     references = _one_row_per_reference(pairs_with_question)
     nonempty_references = references.filter(pl.col("answer") != "")
     is_first_occurrence = pl.struct("row", "copy", "answer").is_first_distinct()
@@ -371,7 +455,7 @@ def _to_samples(references: pl.DataFrame) -> pl.DataFrame:
     return (
         references.sort("order", "row", "copy", "number")
         .with_columns(id=pl.format("{}#{}{}", "id", "number", copy_suffix), record="id")
-        .select(COLUMNS)
+        .select(*COLUMNS, *(name for name in references.columns if name == COUPLE_QUESTION))
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from m3diff.models.masks import pack
 from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
 from m3diff.records.errors import Fault, cause_of, format_count
 from m3diff.records.files import write_atomic
+from m3diff.records.sample import PAIR
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, engine, state
@@ -87,14 +89,18 @@ class Usage:
 
 @dataclass(frozen=True)
 class MeanLengths:
-    """The mean length of the rows that the family's packing makes of a sequence, in tokens.
+    """The mean length of the rows that the family's packing makes of sequences with the same number of images.
 
     Attributes:
+        images: number of images of a sequence.
+        share: share of these sequences in all sequences.
         tokens: all tokens of a row, including visual tokens.
         supervised_tokens: tokens of a row that count in the loss.
         rows: number of rows per sequence: 1 if its branches share their prompt.
     """
 
+    images: int
+    share: float
     tokens: float
     supervised_tokens: float
     rows: float = 1.0
@@ -226,67 +232,86 @@ class Training:
         """Return what the manifest of the checkpoint says about the training samples.
 
         `question` is the question that is asked by default, `own_questions` whether datasets brought questions of their
-        own, `images` are the numbers of images of the image sets, and `turns` is the largest number of turns.
+        own, `images` are the numbers of images of the image sets and couples, and `turns` is the largest number of
+        turns.
         """
-        table = self.schedule.samples.table
+        samples = self.schedule.samples
+        table = samples.table
+        images = set(table["images"].list.len())
+        if samples.couples_per_epoch:
+            images.add(PAIR)
         return {
             "question": self.question,
             "own_questions": bool((table["record"] != table["image_set"]).any()),
-            "images": sorted(set(table["images"].list.len())),
+            "images": sorted(images),
             "turns": 1 + max(table["history"].list.len()),
         }
 
-    def measure_lengths(self) -> MeanLengths:
-        """Return the mean length of the first COUNTED_SEQUENCES sequences of the first epoch."""
-        token_counts = []
-        supervised_counts = []
+    def measure_lengths(self) -> list[MeanLengths]:
+        """Return the mean lengths of the first COUNTED_SEQUENCES sequences of the first epoch, by number of images."""
+        counts_by_images: dict[int, list[tuple[int, int]]] = {}  # tokens and supervised tokens of each row
+        sequences_by_images: Counter[int] = Counter()
         sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES]
-        for rows in sequences:
-            branches = self.loader.encode(rows, self._marks_of_row(int(rows[0])))
+        for sequence in sequences:
+            images = len(self.schedule.samples.images_of(sequence))
+            sequences_by_images[images] += 1
+            branches = self.loader.encode(sequence, self._marks_of_sequence(sequence))
             branches_by_row = [branches] if self.packing.shares_prompts else [[branch] for branch in branches]
             for row in branches_by_row:
                 packed = pack([row])
-                token_counts.append(packed.tokens)
-                supervised_counts.append(len(packed.labels))
-        return MeanLengths(
-            tokens=float(np.mean(token_counts)),
-            supervised_tokens=float(np.mean(supervised_counts)),
-            rows=len(token_counts) / len(sequences),
-        )
+                counts_by_images.setdefault(images, []).append((packed.tokens, len(packed.labels)))
+        lengths = []
+        for images, counts in sorted(counts_by_images.items()):
+            tokens, supervised_tokens = np.mean(counts, axis=0).tolist()
+            count = sequences_by_images[images]
+            lengths.append(
+                MeanLengths(
+                    images=images,
+                    share=count / len(sequences),
+                    tokens=tokens,
+                    supervised_tokens=supervised_tokens,
+                    rows=len(counts) / count,
+                )
+            )
+        return lengths
 
-    def _marks_of_row(self, row: int) -> tuple[str, ...]:
-        """Return the marks of the images of a row. The images are prepared only if the marks depend on them."""
+    def _marks_of_sequence(self, sequence: batches.Sequence) -> tuple[str, ...]:
+        """Return the marks of the images of a sequence. The images are prepared only if the marks depend on them."""
         if self.family.takes.fixed_marks:
-            return self.processor.marks(len(self.schedule.samples.images(row)))
-        return self.loader.prepare_images(row, None).marks
+            return self.processor.marks(len(self.schedule.samples.images_of(sequence)))
+        return self.loader.prepare_images(sequence, None).marks
 
-    def count_flops_per_step(self, lengths: MeanLengths) -> float:
+    def count_flops_per_step(self, lengths: list[MeanLengths]) -> float:
         """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
         model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
-        terms = self.family.count_flops(model, self.family, lengths.tokens, lengths.supervised_tokens)
-        flops_per_row = sum(term.total for term in terms)
-        return self.schedule.global_batch * lengths.rows * flops_per_row
+        flops_per_sequence = 0.0
+        for length in lengths:
+            terms = self.family.count_flops(model, self.family, length.tokens, length.supervised_tokens, length.images)
+            flops_per_sequence += length.share * length.rows * sum(term.total for term in terms)
+        return self.schedule.global_batch * flops_per_sequence
 
-    def print_size(self, lengths: MeanLengths, flops_per_step: float) -> None:
+    def print_size(self, lengths: list[MeanLengths], flops_per_step: float) -> None:
         """Print the number of sequences, tokens, steps, parameters and FLOPs of the run."""
         schedule = self.schedule
         sequences = len(schedule.epoch(0))
+        tokens = sum(length.share * length.rows * length.tokens for length in lengths)
+        supervised_tokens = sum(length.share * length.rows * length.supervised_tokens for length in lengths)
         accumulation_steps = self.engine.gradient_accumulation_steps()
         counts = self.parameters
-        tokens_per_sequence = lengths.rows * lengths.tokens
-        supervised_tokens = lengths.rows * lengths.supervised_tokens
-        has_only_pairs = self.trained_on()["images"] == [2]
+        has_only_pairs = self.trained_on()["images"] == [PAIR]
         image_set = "pair" if has_only_pairs else "image set"
         answer = "reference" if has_only_pairs else "sample"
+        couples = schedule.samples.couples_per_epoch
+        coupled = f" and {format_count(couples, 'couple')} of single images" if couples else ""
         trained_parts = ", ".join(f"{part} {counts[part]:,}" for part in self.family.parts if counts.get(part))
         lines = (
             f"{format_count(schedule.global_batch, 'sequence')} per step = micro-batches of {schedule.micro_batch} x "
             f"{format_count(accumulation_steps, 'accumulation step')} x {format_count(schedule.ranks, 'worker')}",
             f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
-            f"{format_count(len(schedule.samples), answer)}, packed into "
+            f"{format_count(len(schedule.samples), answer)}{coupled}, packed into "
             f"{format_count(sequences, 'sequence')} per epoch",
-            f"about {format_count(round(tokens_per_sequence * sequences), 'token')} per epoch: "
-            f"{tokens_per_sequence:.1f} per sequence, of which {supervised_tokens:.1f} are supervised",
+            f"about {format_count(round(tokens * sequences), 'token')} per epoch: {tokens:.1f} per "
+            f"sequence, of which {supervised_tokens:.1f} are supervised",
             f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
             f"{format_count(schedule.steps, 'step')}",
             f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",
@@ -363,7 +388,7 @@ class Training:
             sums = engine.sum_over_ranks(own_sums, self.worker.ranks)
             row |= zip(self.module_columns, contribution.figures(sums), strict=True)
         self.curve.add(row)
-        self.usage.captions += sum(len(rows) for rows in schedule.global_sequences(step))
+        self.usage.captions += sum(map(batches.count_samples, schedule.global_sequences(step)))
 
     def _rates_by_column(self, rates: list[float]) -> dict[str, float]:
         """Return the learning rate of each trained part of the model by its column in the curves (`lr_<part>`)."""

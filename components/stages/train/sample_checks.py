@@ -3,23 +3,27 @@
 Nothing is cut to a length or left out during training.
 """
 
+import heapq
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import polars as pl
 
 from m3diff.images.open import load_image
 from m3diff.models.contract import Processor, Takes
 from m3diff.models.dialogue import encode_dialogue
 from m3diff.records.errors import Fault
-from m3diff.records.sample import IMAGE_MARK, Turn
+from m3diff.records.sample import IMAGE_MARK, PAIR, Turn
+from m3diff.records.schemas import COUPLE_QUESTION
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train.batches import Samples
+from m3diff.stages.train.batches import Samples, join_captions
 
 
 def check_samples(
     samples: Samples, split: str, family: str, takes: Takes, processor: Processor, max_tokens: int | None = None
 ) -> None:
-    """Check that a family can process every sample.
+    """Check that a family can process every sample, and every couple that an epoch may have.
 
     Args:
         samples: the samples of a split.
@@ -37,6 +41,8 @@ def check_samples(
         raise ParamsError(fault)
     if max_tokens is not None:
         _check_lengths(samples, takes, processor, max_tokens)
+        for dataset in samples.singles:
+            _check_lengths_of_couples(samples, dataset, processor, max_tokens)
 
 
 def faults_of_samples(samples: Samples, split: str, family: str, takes: Takes, processor: Processor) -> Iterator[Fault]:
@@ -65,6 +71,19 @@ def faults_of_samples(samples: Samples, split: str, family: str, takes: Takes, p
         yield _fault("train.turns_not_taken", table.filter(pl.col("turns") > 1), **origin)
     if not processor.places_images and table["has_mark"].any():
         yield _fault("train.marks_not_taken", table.filter("has_mark"), **origin, mark=IMAGE_MARK)
+    yield from _faults_of_couples(samples, family, takes)
+
+
+def _faults_of_couples(samples: Samples, family: str, takes: Takes) -> Iterator[Fault]:
+    """Yield a fault for each property of couples that the family cannot process."""
+    couples = samples.couples_per_epoch
+    if not couples:
+        return
+    datasets = list(samples.singles)
+    if PAIR not in takes.images:
+        yield Fault("train.pairs_of_couples_not_taken", value=couples, family=family, names=datasets)
+    if not takes.questions:
+        yield Fault("train.questions_of_couples_not_taken", value=couples, family=family, names=datasets)
 
 
 def _fault(code: str, chosen: pl.DataFrame, **fields: object) -> Fault:
@@ -116,6 +135,59 @@ def _check_lengths(samples: Samples, takes: Takes, processor: Processor, max_tok
             dataset=samples.value("dataset", longest_row),
             name=samples.value("record", longest_row),
         )
+
+
+def _check_lengths_of_couples(samples: Samples, dataset: str, processor: Processor, max_tokens: int) -> None:
+    """Check that no couple of a dataset is longer than `max_tokens`, whichever samples an epoch joins.
+
+    Raises:
+        ParamsError: a couple is too long. The longest one is named.
+    """
+    captions = samples.table.with_row_index("row").filter(pl.col("dataset") == dataset)
+    captions = captions.select("row", "record", "answer", COUPLE_QUESTION, text_bytes=pl.col("answer").str.len_bytes())
+    captions = captions.sort("text_bytes", descending=True, maintain_order=True)
+    questions = captions[COUPLE_QUESTION].unique()
+    marks = processor.marks(PAIR)
+    tokens_without_text = max(_count_tokens(processor, (Turn(question),), marks) for question in questions)
+    # each caption may get a full stop, and a space joins them
+    if tokens_without_text + captions["text_bytes"].head(2).sum() + 3 <= max_tokens:
+        return
+    longest_captions = _find_longest_captions(samples, captions, dataset, processor)
+    if len(longest_captions) < 2:
+        return
+    answer = join_captions(*(caption["answer"] for caption in longest_captions))
+    tokens = max(_count_tokens(processor, (Turn(question, answer),), marks) for question in questions)
+    if tokens > max_tokens:
+        raise ParamsError(
+            "train.couple_too_long",
+            key="train.max_tokens",
+            value=tokens,
+            limit=max_tokens,
+            dataset=dataset,
+            names=[caption["record"] for caption in longest_captions],
+        )
+
+
+def _find_longest_captions(
+    samples: Samples, captions: pl.DataFrame, dataset: str, processor: Processor
+) -> list[dict[str, Any]]:
+    """Return the longest captions in tokens of two different image sets, the longest first.
+
+    Args:
+        captions: the captions of the dataset with their `row` and `text_bytes`, the longest in bytes first.
+    """
+    starts = samples.singles[dataset].starts
+    longest: dict[int, tuple[int, dict[str, Any]]] = {}  # tokens and caption of up to two image sets
+    for caption in captions.iter_rows(named=True):
+        # a text has at most one token per byte, and an end token
+        if len(longest) == 2 and caption["text_bytes"] + 1 <= min(tokens for tokens, _ in longest.values()):
+            break
+        tokens = len(processor.encode_answer(caption["answer"]))
+        image_set = int(np.searchsorted(starts, caption["row"], side="right"))
+        if image_set not in longest or tokens > longest[image_set][0]:
+            longest[image_set] = (tokens, caption)
+            longest = dict(heapq.nlargest(2, longest.items(), key=lambda item: item[1][0]))
+    return [caption for _, caption in longest.values()]
 
 
 def _count_tokens(processor: Processor, turns: tuple[Turn, ...], marks: tuple[str, ...]) -> int:

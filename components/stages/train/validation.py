@@ -177,7 +177,7 @@ class Validation:
         for rows in rows_by_shape.values():
             for start in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[start : start + CAPTION_BATCH]
-                prepared = (self.loader.prepare_images(row, None) for row in batch)
+                prepared = (self.loader.prepared(self.samples.images(row)) for row in batch)
                 texts = captioner.answer_in_parts(prepared, [self.samples.turns(row) for row in batch])
                 answers |= zip(batch, texts, strict=True)
         model.train()

@@ -17,6 +17,7 @@ from m3diff.models.family import Family
 from m3diff.models.flops import Term
 from m3diff.models.settings import Align, Lora
 from m3diff.records.sample import Turn
+from m3diff.records.schemas import COUPLE_QUESTION, COUPLED_SAMPLE_SCHEMA, SAMPLE_SCHEMA
 from m3diff.settings.compute import Compute, Gpu
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.ingest.params import DatasetEntry
@@ -58,7 +59,7 @@ class ToyModel(torch.nn.Module):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.llm["up"]
 
-    def blank_images(self, config: object, device: str) -> dict[str, torch.Tensor]:
+    def blank_images(self, config: object, device: str, images: int = 2) -> dict[str, torch.Tensor]:
         return {"pixels": torch.zeros(1, IMAGE_TOKENS, WIDTH, device=device)}
 
     def forward(self, input_ids, pixels, logits_to_keep, **options) -> SimpleNamespace:
@@ -70,10 +71,14 @@ class ToyModel(torch.nn.Module):
 ALIGN = Align(("b",), epochs=3.0, global_batch=2, rates={"vision": None, "projector": 1e-3, "llm": None})
 
 
+def image_tokens_of(images: int) -> int:
+    """Return the number of image tokens: those of a pair, or half of them for a single image."""
+    return IMAGE_TOKENS * images // 2
+
+
 @dataclass
 class ToyConfig:
     name_or_path: str = "the toy"
-    image_tokens: int = IMAGE_TOKENS
     image_token_index: int = 3
 
     @classmethod
@@ -83,6 +88,9 @@ class ToyConfig:
     @classmethod
     def for_published_base(cls, name: str, module: None) -> "ToyConfig":
         return cls()
+
+    def image_tokens_of(self, images: int) -> int:
+        return image_tokens_of(images)
 
 
 ToyModel.config_class = ToyConfig  # type: ignore[attr-defined]
@@ -96,7 +104,7 @@ class WordProcessor:
         return cls()
 
     def marks(self, images: int) -> tuple[str, ...]:
-        return (IMAGE_TOKENS // images * "<image>",) * images
+        return (IMAGE_TOKENS // 2 * "<image>",) * images
 
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
         (turn,) = turns
@@ -106,8 +114,11 @@ class WordProcessor:
         return [0] * (len(text.split()) + 1)
 
 
-def count_toy_flops(model: torch.nn.Module, family: Family, tokens: float, supervised: float) -> list[Term]:
+def count_toy_flops(
+    model: torch.nn.Module, family: Family, tokens: float, supervised: float, images: int = 2
+) -> list[Term]:
     return [
+        *([Term("vision", 50 * images, 50 * images)] if images != 2 else []),
         Term("linears", 100 * tokens, 100 * tokens, recomputed=100 * tokens),
         Term("LoRA", 20, 40, recomputed=20),
         Term("head", 7 * supervised, 7 * supervised),
@@ -163,12 +174,23 @@ ROWS = [  # (pair, dataset, question, reference); a/1 is used twice, not in a ro
 ]
 
 
-def write_mixture(folder: Path, rows: list[tuple[str, str, str, str]] = ROWS, shards: int = 2) -> Path:
+def write_mixture(folder: Path, rows: Sequence[tuple[str, str, str, str]] = ROWS, shards: int = 2) -> Path:
+    """Write captions of pairs, given as (pair, dataset, question, reference)."""
+    names = ("image_set", "dataset", "question", "answer")
+    return write_samples(folder, [dict(zip(names, row, strict=True)) for row in rows], shards)
+
+
+def write_samples(folder: Path, rows: Sequence[Mapping[str, Any]], shards: int = 1) -> Path:
+    """Write samples. By default, they are captions of pairs. `images` is the number of images."""
+    samples = []
+    for row in rows:
+        images = [{"uri": "a.png", "sha256": b""}] * row.get("images", 2)
+        samples.append({"record": row["image_set"], "history": [], **row, "images": images})
+    schema = COUPLED_SAMPLE_SCHEMA if any(COUPLE_QUESTION in row for row in rows) else SAMPLE_SCHEMA
     (folder / "train").mkdir(parents=True)
-    size = -(-len(rows) // shards)
+    size = -(-len(samples) // shards)
     for shard in range(shards):
-        columns = [list(column) for column in zip(*rows[shard * size : (shard + 1) * size], strict=True)]
-        table = pa.table(columns, names=["image_set", "dataset", "question", "answer"])
+        table = pa.Table.from_pylist(samples[shard * size : (shard + 1) * size], schema)
         pq.write_table(table, folder / f"train/{shard:05d}.parquet")
     return folder
 

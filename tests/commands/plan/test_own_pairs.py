@@ -47,7 +47,7 @@ def own_entries(photographs):
 def test_the_pairs_and_captions_that_train_are_counted_without_an_image(own_entries):
     workload = workload_of_datasets(own_entries, CONVERT)
     assert workload.counts_by_dataset == {"photographs": (48, 94)}
-    assert workload.pairs_by_references == {1: 2, 2: 46}
+    assert workload.groups[0].pairs_by_references == {1: 2, 2: 46}
     assert "photographs" in workload.origin
 
 
@@ -75,7 +75,7 @@ def test_the_plan_has_their_steps(run, own_entries, tmp_path):
 def test_they_are_counted_beside_published_datasets(own_entries):
     workload = workload_of_datasets(own_entries | entries("iedit"), CONVERT)
     assert workload.counts_by_dataset == {"photographs": (48, 94), "iedit": (3_061, 3_061)}
-    assert workload.pairs_by_references == {}, "of published counts only sums are known"
+    assert workload.max_references(None) is None, "of published counts only sums are known"
     assert workload.prompt_tokens == pytest.approx(29)
     assert workload.reference_tokens == pytest.approx(15)
 

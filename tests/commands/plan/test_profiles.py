@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.commands.plan import Plan, Run, check_fits, make_plan
+from m3diff.commands.plan import Plan, Run, check_fits, make_plan, plan_alignment
 from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
 from tests.commands.plan.conftest import TERA
@@ -70,6 +70,19 @@ def test_packing_takes_an_epoch_from_44_to_7_6_exaflop(paper, one_gpu):
     assert tflops_per_sequence(one_gpu) == pytest.approx(52.2, rel=0.01)
     assert one_gpu.tokens_per_sequence == pytest.approx(1_582, rel=0.01)
     assert one_gpu.gpu_hours(989, 0.45) == pytest.approx(4.7, rel=0.05)
+
+
+@pytest.mark.slow
+def test_onediff_s_stages_take_the_hours_that_the_page_prints():
+    params = load_params(REPOSITORY / "profiles" / "onediff.yaml")
+    run = replace(Run.from_params(params), mixture=Path("none"))
+    stage_one = plan_alignment(run)
+    assert stage_one is not None
+    assert stage_one.workload.references == 837_192
+    assert stage_one.steps == 3_271  # 3,270 of 256 and one of 72
+    page = (REPOSITORY / "docs" / "deviations.md").read_text(encoding="utf-8")
+    hours = [plan.gpu_hours(GPUS["A100-80GB"].bf16_tflops, 0.45) / plan.devices for plan in (stage_one, make_plan(run))]
+    assert f"{hours[0]:.1f} hours for stage I and {hours[1]:.1f} for" in " ".join(page.split())
 
 
 def test_a_pair_to_caption_takes_21_9_tflop(one_gpu):

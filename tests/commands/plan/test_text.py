@@ -9,7 +9,7 @@ from m3diff.commands.plan.fit import GpuMemory
 from m3diff.commands.plan.speed import Duration, UnknownDuration
 from m3diff.commands.plan.text import PAPER_ROW, format_amount, format_duration, format_estimate, plan_lines
 from m3diff.commands.plan.warnings import short_run_warning
-from m3diff.commands.plan.workload import DatasetShare
+from m3diff.commands.plan.workload import DatasetShare, SampleGroup
 from m3diff.stages.predict.stage import CONTROL_PAIRS
 from m3diff.stages.train.params import ENOUGH_STEPS, FEW_STEPS
 from tests.commands.plan.conftest import PAPER, compute_section
@@ -146,7 +146,7 @@ def test_lora_is_explained(plan):
 
 def test_the_paper_s_own_counts_follow_those_of_its_datasets(plan):
     def paper_rows(shares):
-        workload = replace(plan().workload, shares=shares)
+        workload = replace(plan().workload, groups=[SampleGroup(shares, 29, 15, {})])
         return [line for line in lines(replace(plan(), workload=workload)) if line.strip().startswith(PAPER_ROW)]
 
     paper = [DatasetShare(name, 10, 20) for name in PAPER]

@@ -8,16 +8,16 @@ import pytest
 from m3diff.commands.plan.find_workload import find_workload
 from m3diff.commands.plan.mixture import count_test_pairs, counted_workload
 from m3diff.commands.plan.published import published_workload
-from m3diff.commands.plan.workload import DatasetShare, TokenCounter, Workload
+from m3diff.commands.plan.workload import ESTIMATED_LENGTHS, DatasetShare, SampleGroup, TokenCounter, Workload
 from m3diff.settings.section import ParamsError
-from tests.commands.plan.conftest import IMAGE_TOKENS, WordProcessor, convert_section, entries, write_mixture
+from tests.commands.plan.conftest import WordProcessor, convert_section, entries, image_tokens_of, write_mixture
 from tests.errors import raises
 
 TRAIN_AND_VAL = ("train", "val")
 
 
 def counted(folder: Path, processor: Any = None, **mixture: Any) -> Workload:
-    return counted_workload(write_mixture(folder, **mixture) / "train", TokenCounter(processor, IMAGE_TOKENS))
+    return counted_workload(write_mixture(folder, **mixture) / "train", TokenCounter(processor, image_tokens_of))
 
 
 def published(*readers: str, convert: Any = None, **changes: Any) -> Workload:
@@ -25,7 +25,7 @@ def published(*readers: str, convert: Any = None, **changes: Any) -> Workload:
 
 
 def find(run_entries: Any, mixture: Path, *excluded_datasets: str) -> Workload:
-    return find_workload(mixture, run_entries, convert_section(), None, IMAGE_TOKENS, excluded_datasets)
+    return find_workload(mixture, run_entries, convert_section(), ESTIMATED_LENGTHS, excluded_datasets)
 
 
 # A mixture
@@ -36,7 +36,7 @@ def test_a_mixture_is_counted_by_dataset_and_each_use_of_a_pair_counts(tmp_path)
     assert workload.shares == [DatasetShare("a", pairs=2, references=4), DatasetShare("b", pairs=2, references=3)]
     assert workload.pairs == 4
     assert workload.references == 7
-    assert workload.pairs_by_references == {1: 2, 2: 1, 3: 1}
+    assert workload.groups[0].pairs_by_references == {1: 2, 2: 1, 3: 1}
     assert workload.origin == f"{tmp_path / 'train'}, lengths estimated"
 
 
@@ -55,7 +55,7 @@ def test_the_tokenizer_measures_prompts_by_pair_and_every_reference(tmp_path):
 
 def test_a_pair_whose_samples_lie_in_two_files_is_one_pair(tmp_path):
     rows = [("a/1", "a", "what", "one"), ("a/1", "a", "what", "two")]
-    assert counted(tmp_path, rows=rows).pairs_by_references == {2: 1}
+    assert counted(tmp_path, rows=rows).groups[0].pairs_by_references == {2: 1}
 
 
 @pytest.mark.parametrize(("max_captions", "sequences"), [(1, 7), (2, 5), (3, 4), (9, 4), (None, 4)])
@@ -69,7 +69,7 @@ def test_sequences_of_a_mixture_are_counted_pair_by_pair(max_captions, sequences
 @pytest.mark.parametrize(("max_captions", "sequences"), [(1, 70), (2, 10 + 30), (4, 10 + 15), (9, 20), (None, 20)])
 def test_sequences_of_published_sums_are_full_dataset_by_dataset(max_captions, sequences):
     shares = [DatasetShare("one", 10, 10), DatasetShare("six", 4, 34), DatasetShare("six", 6, 26)]
-    assert Workload("", shares, 29, 15, {}).sequences(max_captions) == sequences
+    assert SampleGroup(shares, 29, 15, {}).sequences(max_captions) == sequences
 
 
 def test_only_the_splits_that_train_are_counted():

@@ -1,6 +1,7 @@
 """The stage `convert`: every draw depends only on seed and id, and the report counts everything that is left out."""
 
 import hashlib
+import json
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
+from m3diff.command_line.report_lines import format_report
 from m3diff.records.errors import DataError, ParamsError
 from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.stages.convert import stage
@@ -279,6 +281,21 @@ def test_every_count_of_the_report(tmp_path):
         "published": {},
     }
     assert ConvertReport.model_validate_json((tmp_path / "mixture/report.json").read_text()) == report
+
+
+def test_the_report_counts_questions_by_kind_images_and_turns(tmp_path):
+    history = [{"question": "A?", "answer": "yes"}]
+    one_image = {"images": record("x")["images"][:1]}
+    records = questions_about("a", 2) + questions_about("b", 1, kind=None, history=history, **one_image)
+    records += questions_about("c", 1, images=[]) + questions_about("d", 3, "test")
+    _, report = run(tmp_path, [*records, record("e", dataset="captions")])
+    counts = report.datasets["d"]
+    assert counts.samples_by_kind == {"count": 6, "no kind": 2}
+    assert counts.samples_by_images == {"0 images": 2, "1 image": 2, "2 images": 4}
+    assert counts.samples_by_turns == {"1 turn": 6, "2 turns": 2}
+    assert "images 8 (0 images 2, 1 image 2, 2 images 4)" in format_report(report)
+    captions = json.loads((tmp_path / "mixture/report.json").read_text())["datasets"]["captions"]
+    assert captions.keys() == {"pairs", "samples", "left_out"}
 
 
 def test_every_split_has_a_folder_and_old_shards_do_not_survive(tmp_path):

@@ -324,7 +324,8 @@ def flops_arguments(training: Any, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     lengths: list[tuple[float, float]] = []
     terms = [SimpleNamespace(total=1e9), SimpleNamespace(total=2e9)]
 
-    def count_flops(model: Any, family: Family, tokens: float, supervised: float) -> list[SimpleNamespace]:
+    def count_flops(model: Any, family: Family, tokens: float, supervised: float, images: int) -> list[SimpleNamespace]:
+        assert images == 2
         lengths.append((tokens, supervised))
         return terms
 
