@@ -10,12 +10,14 @@ A file is a JSON list of rows:
 - `<image>` is before or after the first question. As in LLaVA's code, the image comes first in both cases.
 - A conversation of several turns is a dialogue: all of its answers are trained on.
 - Rows with the same image are one image set.
+- System messages are not read, because the template of a model has its own. A note counts them.
 - LLaVA's code silently drops a message of the assistant before the first question. Here such a row has a fault.
 - Files of OCR-VQA are all named `.jpg` in the rows, but some of its addresses give a GIF or a PNG, which some downloads
   name by their content. If only such a file exists, it is read, and a note counts these images.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -51,12 +53,16 @@ def read_llava(root: Path, manifest: str, images: str, split: OwnSplit) -> RowsW
     """
     shares = as_shares(split)
     image_files = _ImageFiles(root)
+    systems = Counter[str]()
     notes: list[str] = []
 
     def read_rows() -> Iterator[Row]:
         for number, (source, record) in enumerate(enumerate_records(manifest, read_json(root / manifest, list))):
-            yield _make_row(number, source, record, images, None if shares else split, image_files)
+            yield _make_row(number, source, record, images, None if shares else split, image_files, systems)
         notes.extend(image_files.notes())
+        if systems:
+            count = format_count(systems.total(), "system message")
+            notes.append(f"the template of the model replaces {count} of the conversations")
 
     def draw_rows() -> Iterator[Row]:
         assert shares is not None
@@ -65,8 +71,23 @@ def read_llava(root: Path, manifest: str, images: str, split: OwnSplit) -> RowsW
     return RowsWithNotes(read_rows() if shares is None else draw_rows(), notes)
 
 
-def _make_row(number: int, source: str, record: Any, folder: str, split: Any, image_files: "_ImageFiles") -> Row:
-    """Return the row of a record, with a fault if the record cannot be read."""
+def _make_row(
+    number: int,
+    source: str,
+    record: Any,
+    folder: str,
+    split: Any,
+    image_files: "_ImageFiles",
+    systems: Counter[str],
+) -> Row:
+    """Return the row of a record, with a fault if the record cannot be read.
+
+    Args:
+        number: number of the row, which is its name.
+        folder: folder of the images, relative to the root.
+        image_files: finds the files of the images.
+        systems: counts the system messages.
+    """
     name = str(number)
     fault = find_fault(record, {CONVERSATIONS: list}) or _fault_of_image(record)
     if fault is not None:
@@ -84,6 +105,7 @@ def _make_row(number: int, source: str, record: Any, folder: str, split: Any, im
             raise DataError("datasets.marks_differ_from_images", key=CONVERSATIONS, marks=marks, images=len(images))
     except DataError as error:
         return broken_row(split, source, error.fault, name=name)
+    systems.update(conversation.systems)
     conversation = without_marks_of_first_question(conversation)
     paths = tuple(image_files.find(f"{folder}/{image}" if folder else image) for image in images)
     # the name of an image set differs from that of its records, because their questions are the dataset's own

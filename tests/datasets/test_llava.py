@@ -193,6 +193,14 @@ def test_a_row_that_cannot_be_read_is_a_fault_of_its_own(tmp_path, case):
     assert {name: row.fault.fields[name] for name in fields} == fields
 
 
+def test_system_messages_are_counted(tmp_path):
+    rows = [{"conversations": [{"from": "system", "value": "be brief"}, *conversation("A?", "x")]}] * 2
+    write_json(tmp_path / llava_instruct.FILE, rows)
+    read_rows, notes = read_with_notes(DATASETS["llava_instruct"], tmp_path, {})
+    assert [row.question for row in read_rows] == ["A?", "A?"]
+    assert notes == ["the template of the model replaces 2 system messages of the conversations"]
+
+
 def test_an_image_outside_the_root_is_a_fault_and_no_folder_there_is_listed(tmp_path):
     save_picture(tmp_path / "other/1.png", 1)
     root = write_instruct(tmp_path / "raw", [])

@@ -148,6 +148,9 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     names = records["dataset"].unique().sort().to_list()
     questions = load_questions(cfg.questions)
     pairs = records.drop(NESTED_COLUMNS).with_row_index("row").hstack(draw_keys(cfg.seed, records))
+    images_and_turns = records.select(
+        "question", "kind", images=pl.col("images").list.len(), turns=pl.col("history").list.len() + 1
+    )
     samples_by_dataset = []
     counts = {}
     for name in names:
@@ -164,7 +167,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         samples_of_dataset, omissions = _convert_dataset(used_pairs, questions[task], source, cfg)
         if used_pairs.height < pairs_of_dataset.height:
             omissions["val_pairs_of_retention"] = pairs_of_dataset.filter(split="val")["image_set"].n_unique()
-        counts[name] = _count_samples(samples_of_dataset, omissions, records)
+        counts[name] = _count_samples(samples_of_dataset, omissions, images_and_turns)
         samples_by_dataset.append(samples_of_dataset)
     # only the samples of a dataset with couples have the column COUPLE_QUESTION
     samples = pl.concat(samples_by_dataset, how="diagonal")
@@ -231,7 +234,8 @@ def _count_samples(samples: pl.DataFrame, omissions: dict[str, int], records: pl
     Args:
         samples: samples of the dataset.
         omissions: counts of what is left out of training.
-        records: all records. The `row` of a sample is the number of its record.
+        records: question, kind, and numbers of images and turns of all records. The `row` of a sample is the number of
+            its record.
     """
     image_sets = {split: samples.filter(split=split)["image_set"] for split in SPLITS}
     couples = 0
@@ -243,22 +247,25 @@ def _count_samples(samples: pl.DataFrame, omissions: dict[str, int], records: pl
         pairs={split: names.n_unique() for split, names in image_sets.items()},
         samples={split: names.len() for split, names in image_sets.items()},
         left_out=omissions,
-        **_count_questions(records[samples.filter(split="train")["row"]]),
+        **_count_questions(samples.filter(split="train")["row"], records),
         couples=couples,
     )
 
 
-def _count_questions(records: pl.DataFrame) -> dict[str, dict[str, int]]:
-    """Return the numbers of training samples by kind of question, images and turns. Captions are not counted.
+def _count_questions(rows: pl.Series, records: pl.DataFrame) -> dict[str, dict[str, int]]:
+    """Return the numbers of training samples by kind of question, images and turns, or no numbers if all are captions.
 
     Args:
-        records: the record of each training sample.
+        rows: the `row` of each training sample.
+        records: see `_count_samples`.
     """
-    if records["question"].null_count() == records.height:
+    if records["question"].gather(rows).null_count() == rows.len():
         return {}
-    kinds = records["kind"].fill_null("no kind").value_counts().sort(["count", "kind"], descending=[True, False])
-    images = records["images"].list.len().alias("images").value_counts().sort("images")
-    turns = (records["history"].list.len() + 1).alias("turns").value_counts().sort("turns")
+    records_of_samples = records[rows]
+    kinds = records_of_samples["kind"].fill_null("no kind").value_counts()
+    kinds = kinds.sort(["count", "kind"], descending=[True, False])
+    images = records_of_samples["images"].value_counts().sort("images")
+    turns = records_of_samples["turns"].value_counts().sort("turns")
     return {
         "samples_by_kind": dict(kinds.iter_rows()),
         "samples_by_images": {format_count(number, "image"): count for number, count in images.iter_rows()},

@@ -264,7 +264,7 @@ def test_images_take_the_flops_of_the_vision_encoder_and_texts_none(tmp_path):
     model = meta_model(config, family, settings, "fp32")
     flops = {}
     for images in (2, 1, 0):
-        terms = family.flops(model, config.image_tokens_of(images) + 20, 5, images)
+        terms = family.count_flops(model, family, config.image_tokens_of(images) + 20, 5, images)
         flops[images] = {term.name: term.forward for term in terms}
     assert flops[1]["vision"] == pytest.approx(flops[2]["vision"] / 2)
     assert "module" in flops[2]

@@ -1,6 +1,7 @@
 """Couples of single images (OneDiff's Coupled Sample Training): which are drawn, what they ask, and how runs resume."""
 
 from collections import Counter
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,6 +250,9 @@ def test_couples_are_augmented_by_both_of_their_rows(loader):
 
 def test_lengths_are_measured_by_the_number_of_images(loader):
     training: Any = SimpleNamespace(schedule=schedule(loader.samples), processor=loader.processor, loader=loader)
+    training.family = FAMILIES["m3diff"]
+    training.packing = training.family.packing()
+    training._marks_of_sequence = partial(Training._marks_of_sequence, training)
     singles, pairs = Training.measure_lengths(training)
     assert (singles.images, pairs.images) == (1, 2)
     assert singles.share == SINGLES / (SINGLES + SINGLES // 2 + PAIRS)
@@ -292,9 +296,9 @@ def test_a_family_that_cannot_take_couples_is_refused(takes, code):
     if not takes.questions:  # only the couples have a question of their own
         table = samples.table.with_columns(image_set="record")
         samples = Samples(table)
-    check_samples(samples, "toy", Takes(), processor)
+    check_samples(samples, "train", "toy", Takes(), processor)
     with raises(ParamsError, code, value=2, family="toy", names=["singles"]):
-        check_samples(samples, "toy", takes, processor)
+        check_samples(samples, "train", "toy", takes, processor)
 
 
 def test_the_longest_possible_couple_must_be_within_max_tokens():
@@ -303,20 +307,20 @@ def test_the_longest_possible_couple_must_be_within_max_tokens():
     samples = Samples(samples.table.with_columns(answer=pl.Series(answers)))
     processor = processor_of_words()
     longest = 2 * 10 + len(QUESTION.split()) + 3 + 4
-    check_samples(samples, "toy", Takes(), processor, longest)
+    check_samples(samples, "train", "toy", Takes(), processor, longest)
     names = ["singles/2?0", "singles/0?0"]
     fields = {"key": "train.max_tokens", "value": longest, "limit": longest - 1, "dataset": "singles", "names": names}
     with raises(ParamsError, "train.couple_too_long", **fields):
-        check_samples(samples, "toy", Takes(), processor, longest - 1)
+        check_samples(samples, "train", "toy", Takes(), processor, longest - 1)
 
 
 def test_two_long_captions_of_one_image_are_no_couple():
     samples = samples_of({"singles": 2}, captions=2)
     samples = Samples(samples.table.with_columns(answer=pl.Series(["a b c d", "a b c", "a", "b"])))
     longest = 2 * 10 + len(QUESTION.split()) + 4 + 1
-    check_samples(samples, "toy", Takes(), processor_of_words(), longest)
+    check_samples(samples, "train", "toy", Takes(), processor_of_words(), longest)
     with raises(ParamsError, "train.couple_too_long", value=longest):
-        check_samples(samples, "toy", Takes(), processor_of_words(), longest - 1)
+        check_samples(samples, "train", "toy", Takes(), processor_of_words(), longest - 1)
 
 
 # Runs
