@@ -1,4 +1,7 @@
-"""Limit the memory that the prepared images of a batch take.
+"""Decide which samples a model answers together: by the shape of their prompts, and by the memory of their images.
+
+Samples of one shape have the same number of images and prompts of the same length, so no prompt is padded, and the
+samples do not affect each other's answers.
 
 The families here resize every image to the size of their encoder, so that a batch takes a few megabytes. A family that
 keeps the size of an image needs up to 144 MB for a picture of 12 million pixels, and a batch of pairs then takes many
@@ -8,12 +11,31 @@ change no answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 from m3diff.models.prepared import Prepared
 
 # Bytes of prepared images from which no further image is prepared before the others are answered
 MAX_PREPARED_BYTES = 1 << 30
+
+
+def split_by_shape(shapes: Iterable[Hashable], size: int | None = None) -> list[list[int]]:
+    """Return batches of samples with equal shapes, as the positions of the samples.
+
+    The batches are in the order of the first samples of their shapes. The samples of a shape stay in order.
+
+    Args:
+        shapes: for each sample, the number of images, the length of the prompt, and whatever else must be equal.
+        size: maximum number of samples of a batch. None for no limit.
+    """
+    positions_by_shape: dict[Hashable, list[int]] = {}
+    for position, shape in enumerate(shapes):
+        positions_by_shape.setdefault(shape, []).append(position)
+    batches = []
+    for positions in positions_by_shape.values():
+        batch_size = size or len(positions)
+        batches += [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
+    return batches
 
 
 def split_by_bytes(prepared: Iterable[Prepared], max_bytes: int) -> Iterator[list[Prepared]]:
