@@ -22,7 +22,7 @@ from m3diff.models.contract import Prepared, Processor
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.processing import pad_prompts
-from m3diff.models.sample_batches import MAX_PREPARED_BYTES, group_by_shape, split_by_bytes
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_bytes, split_by_shape
 from m3diff.models.sample_limits import TrainedOn, fault_of_sample
 from m3diff.records.errors import Fault
 from m3diff.records.sample import Turn
@@ -120,11 +120,14 @@ class Captioner:
             sum 1. The maps are None if `saliency` is false or the family has no maps.
         """
         prompts = []
+        shapes = []
         for images, turns in zip(prepared, dialogues, strict=True):
-            prompts.append(self.encode_prompt(turns, images.marks))
+            prompt = self.encode_prompt(turns, images.marks)
+            prompts.append(prompt)
+            shapes.append((len(images.marks), len(prompt)))
         answers = [""] * len(prompts)
         maps: list[Any] = [None] * len(prompts)
-        for positions in group_by_shape(prepared, prompts):
+        for positions in split_by_shape(shapes):
             prepared_group = [prepared[position] for position in positions]
             prompt_group = [prompts[position] for position in positions]
             answers_of_group, maps_of_group = self._answer_group(prepared_group, prompt_group, saliency)

@@ -1,4 +1,9 @@
-"""Choose the samples that are answered together, and limit the memory that their prepared images take.
+"""Decide which samples a model answers together: by the shape of their prompts, and by the memory of their images.
+
+Samples of one shape have the same number of images and prompts of the same length, so no prompt is padded, and the
+samples do not affect each other's answers. Callers that form batches before they prepare images use `Processor.marks`,
+with which the prompts of most families have their true length, so their batches stay whole. If the number of visual
+tokens depends on the images (`Takes.fixed_marks`), `Captioner.answer` splits such a batch.
 
 The families here resize every image to the size of their encoder, so that a batch takes a few megabytes. A family that
 keeps the size of an image needs up to 144 MB for a picture of 12 million pixels, and a batch of pairs then takes many
@@ -8,7 +13,7 @@ change no answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 
 from m3diff.models.prepared import Prepared
 
@@ -16,17 +21,23 @@ from m3diff.models.prepared import Prepared
 MAX_PREPARED_BYTES = 1 << 30
 
 
-def group_by_shape(prepared: Sequence[Prepared], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Group the positions of samples that have the same number of images and prompts of the same length.
+def split_by_shape(shapes: Iterable[Hashable], size: int | None = None) -> list[list[int]]:
+    """Return batches of samples with equal shapes, as the positions of the samples.
 
-    The groups and the positions in each group have the order of the samples. Callers that form batches before they
-    prepare images use `Processor.marks`, with which the prompts of most families have their true length, so their
-    batches stay whole. If the number of visual tokens depends on the images (`Takes.fixed_marks`), a batch is split.
+    The batches are in the order of the first samples of their shapes. The samples of a shape stay in order.
+
+    Args:
+        shapes: for each sample, the number of images, the length of the prompt, and whatever else must be equal.
+        size: maximum number of samples of a batch. None for no limit.
     """
-    positions_by_shape: dict[tuple[int, int], list[int]] = {}
-    for position, (images, prompt) in enumerate(zip(prepared, prompts, strict=True)):
-        positions_by_shape.setdefault((len(images.marks), len(prompt)), []).append(position)
-    return list(positions_by_shape.values())
+    positions_by_shape: dict[Hashable, list[int]] = {}
+    for position, shape in enumerate(shapes):
+        positions_by_shape.setdefault(shape, []).append(position)
+    batches = []
+    for positions in positions_by_shape.values():
+        batch_size = size or len(positions)
+        batches += [positions[start : start + batch_size] for start in range(0, len(positions), batch_size)]
+    return batches
 
 
 def split_by_bytes(prepared: Iterable[Prepared], max_bytes: int) -> Iterator[list[Prepared]]:

@@ -36,6 +36,24 @@ def answerable_images(takes: Takes, trained_on: TrainedOn) -> tuple[int, ...]:
     return tuple(count for count in takes.images if count in trained_on.images)
 
 
+def fault_of_family(takes: Takes, images: int, question: str | None, earlier_turns: int) -> Fault | None:
+    """Return why no model of a family can answer a sample, or None if its models can be trained to.
+
+    Args:
+        takes: the samples that the family can process.
+        images: number of images.
+        question: the question to be answered. None for a question that does not matter, such as the default one.
+        earlier_turns: number of turns before the question.
+    """
+    if images not in takes.images:
+        return Fault("models.images_not_taken", value=images, expected=describe_image_counts(takes.images))
+    if question is not None and not takes.questions:
+        return Fault("models.question_not_read", value=question)
+    if earlier_turns and not takes.turns:
+        return Fault("models.history_not_read", value=earlier_turns)
+    return None
+
+
 def fault_of_sample(
     takes: Takes, trained_on: TrainedOn, images: int, question: str | None, earlier_turns: int
 ) -> Fault | None:
@@ -48,15 +66,12 @@ def fault_of_sample(
         question: the question to be answered. None for the default question of the model.
         earlier_turns: number of turns before the question.
     """
-    if images not in takes.images:
-        return Fault("models.images_not_taken", value=images, expected=describe_image_counts(takes.images))
+    fault = fault_of_family(takes, images, question, earlier_turns)
+    if fault is not None:
+        return fault
     answerable = answerable_images(takes, trained_on)
     if images not in answerable:
         return Fault("models.images_not_trained", value=images, expected=describe_image_counts(answerable))
-    if question is not None and not takes.questions:
-        return Fault("models.question_not_read", value=question)
-    if earlier_turns and not takes.turns:
-        return Fault("models.history_not_read", value=earlier_turns)
     if earlier_turns and trained_on.turns == 1:
         return Fault("models.history_not_trained", value=earlier_turns)
     return None

@@ -25,7 +25,7 @@ from m3diff.images.enlarge import enlarge
 from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.device import process_environment
-from m3diff.models.sample_batches import MAX_PREPARED_BYTES
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_shape
 from m3diff.records.errors import DataError, Fault
 from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source, load
@@ -374,14 +374,14 @@ def answer_requests(captioner: "Captioner", requests: Sequence[PreparedRequest])
     padded. Requests with and without an overlay are answered separately. An answer then never depends on the requests
     of other clients.
     """
-    positions_by_group: dict[tuple[int, int, bool], list[int]] = {}
-    for position, request in enumerate(requests):
+    shapes: list[tuple[int, int, bool]] = []
+    for request in requests:
         marks = request.images.marks
-        prompt_tokens = len(captioner.encode_prompt(request.turns, marks))
-        group = (len(marks), prompt_tokens, request.overlay_images is not None)
-        positions_by_group.setdefault(group, []).append(position)
+        prompt = captioner.encode_prompt(request.turns, marks)
+        shapes.append((len(marks), len(prompt), request.overlay_images is not None))
     answers: dict[int, BatchAnswer] = {}
-    for (_, prompt_tokens, has_overlay), positions in positions_by_group.items():
+    for positions in split_by_shape(shapes):
+        _, prompt_tokens, has_overlay = shapes[positions[0]]
         prepared = [requests[position].images for position in positions]
         dialogues = [requests[position].turns for position in positions]
         texts, saliency_maps = captioner.answer(prepared, dialogues, has_overlay)

@@ -33,7 +33,7 @@ from m3diff.images.enlarge import enlarge
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.contract import Takes
-from m3diff.models.sample_batches import MAX_PREPARED_BYTES
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_shape
 from m3diff.models.sample_limits import TrainedOn, answerable_images, fault_of_sample
 from m3diff.provenance.cache import is_cached_object
 from m3diff.records.errors import DataError, Fault, ValueFault, cause_of, shell_word
@@ -494,13 +494,13 @@ class LoadedSample(NamedTuple):
         turns: the turns of the dialogue, of which the last is to be answered.
         prepared: the images, prepared by the model's processor.
         images: the images for the overlay, in their own sizes. Empty if no overlay is drawn.
-        group: number of images and length of the prompt. Samples of a group are answered together, without padding.
+        shape: number of images and length of the prompt. Samples of one shape are answered together, without padding.
     """
 
     turns: tuple[Turn, ...]
     prepared: "Prepared"
     images: tuple[Image.Image, ...]
-    group: tuple[int, int]
+    shape: tuple[int, int]
 
     @property
     def nbytes(self) -> int:
@@ -529,7 +529,7 @@ def _load_sample(
         turns=turns,
         prepared=prepared,
         images=images if has_overlay else (),
-        group=(len(images), len(prompt)),
+        shape=(len(images), len(prompt)),
     )
 
 
@@ -541,11 +541,10 @@ def _answer_samples(
     input_count: int,
 ) -> dict[int, CaptionOutput]:
     """Return the answers to samples by the position of their input, and save the requested overlays."""
-    positions_by_group: dict[tuple[int, int], list[int]] = {}
-    for position, sample in samples.items():
-        positions_by_group.setdefault(sample.group, []).append(position)
     outputs = {}
-    for positions in positions_by_group.values():
+    input_positions = list(samples)
+    for batch in split_by_shape(sample.shape for sample in samples.values()):
+        positions = [input_positions[number] for number in batch]
         prepared = [samples[position].prepared for position in positions]
         dialogues = [samples[position].turns for position in positions]
         texts, saliency_maps = captioner.answer(prepared, dialogues, overlay is not None)

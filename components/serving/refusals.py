@@ -85,15 +85,30 @@ def _refusal_of_error(request: Request, error: Exception) -> RequestRefusedError
             limit="none",
             remedy="its log says more; try again",
         )
-    refusal = RequestRefusedError(
-        status=error.status_code,
-        code="no_such_route",
-        finding=f"{request.method} {request.url.path[:100]}",
-        limit="the routes of docs/serving.md",
-        remedy="correct method and path",
-    )
+    refusal = _refusal_of_route(request, error)
     refusal.headers = error.headers or {}
     return refusal
+
+
+def _refusal_of_route(request: Request, error: HTTPException) -> RequestRefusedError:
+    """Return the refusal of a request with an unknown path (HTTP 404), or with a wrong method (HTTP 405)."""
+    requested_route = f"{request.method} {request.url.path[:100]}"
+    allowed_methods = (error.headers or {}).get("Allow")
+    if allowed_methods:
+        return RequestRefusedError(
+            status=error.status_code,
+            code="no_such_route",
+            finding=f"{requested_route}: this path has no such method",
+            limit=f"the methods of this path: {allowed_methods}",
+            remedy="correct the method",
+        )
+    return RequestRefusedError(
+        status=error.status_code,
+        code="no_such_route",
+        finding=f"{requested_route}: there is no such route",
+        limit="the routes in docs/serving.md",
+        remedy="correct the method and the path",
+    )
 
 
 def shorten(value: object) -> str:

@@ -8,7 +8,7 @@ import pytest
 from m3diff.models import generation
 from m3diff.models.generation import Captioner
 from m3diff.models.prepared import Prepared
-from m3diff.models.sample_batches import group_by_shape, split_by_bytes
+from m3diff.models.sample_batches import split_by_bytes, split_by_shape
 from m3diff.records.sample import Turn
 from tests.prepared_sets import SET_BYTES, PreparedSets
 
@@ -17,12 +17,19 @@ def prepare(sets: PreparedSets, count: int) -> Iterator[Prepared]:
     return (sets.prepare(["image"]) for _ in range(count))
 
 
-def test_samples_with_the_same_number_of_images_and_length_of_prompt_are_a_group():
-    pair = Prepared({}, ("a", "a"))
-    image = Prepared({}, ("aa",))
-    prepared = [pair, image, pair, pair, image]
-    prompts = [(1, 2), (1, 2), (3, 4), (1, 2, 3), (5, 6)]
-    assert group_by_shape(prepared, prompts) == [[0, 2], [1, 4], [3]]
+@pytest.mark.parametrize(
+    ("shapes", "size", "batches"),
+    [
+        ([(2, 5), (1, 5), (2, 5), (2, 6), (1, 5)], None, [[0, 2], [1, 4], [3]]),
+        ([(2, 5), (1, 5), (2, 5), (2, 6), (1, 5)], 1, [[0], [2], [1], [4], [3]]),
+        ([(2, 5)] * 5, 2, [[0, 1], [2, 3], [4]]),
+        ([(2, 5)] * 4, 2, [[0, 1], [2, 3]]),
+        ([(2, 5, True), (2, 5, False), (2, 5, True)], 9, [[0, 2], [1]]),
+        ([], 2, []),
+    ],
+)
+def test_samples_of_one_shape_share_batches_in_the_order_of_their_first_samples(shapes, size, batches):
+    assert split_by_shape(shapes, size) == batches
 
 
 @pytest.mark.parametrize(

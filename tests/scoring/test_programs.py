@@ -8,9 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +56,15 @@ def is_gone(pid: int) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+def read_pid(file: Path) -> int:
+    """Return the process id that a program writes when it starts. Fail if none does, so that no test waits forever."""
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline, "the program was not started, or did not get its input"
+        time.sleep(0.02)
+    return int(file.read_text())
 
 
 def load(name: str) -> Any:
@@ -186,11 +198,9 @@ def test_no_program_outlives_a_killed_parent(tmp_path: Path, monkeypatch: pytest
         "from pathlib import Path; from m3diff.scoring.metrics.java import run_java; run_java(['sleepy'], Path(), 99)"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        while not (pid.exists() and pid.read_text()):
-            assert process.poll() is None
-            time.sleep(0.05)
+        number = read_pid(pid)
         process.send_signal(signal.SIGKILL)
-    assert is_gone(int(pid.read_text()))
+    assert is_gone(number)
 
 
 GROUP_TEXTS = {"b": "one two three", "a": "one two", "c": "empty", "d": "one two"}
@@ -397,12 +407,11 @@ def test_if_one_of_several_processes_fails_the_others_are_ended(shell_line, four
     items: list[Item] = [("first first", ("x",)), ("second", ("y",)), ("it 's last", ("x",)), ("it 's last 2", ("y",))]
     with closing(meteor.MeteorProgram(None, 60)) as program:
         program.start(items)
-        while not (pid.exists() and pid.read_text()):
-            time.sleep(0.02)
+        number = read_pid(pid)
         with pytest.raises(ScorerFailed):
             program.answers()
     assert len(four_processes) == 2
-    assert is_gone(int(pid.read_text()))
+    assert is_gone(number)
 
 
 def test_meteor_works_beside_the_other_metrics_and_an_interrupt_ends_it(tmp_path, monkeypatch):
@@ -411,8 +420,7 @@ def test_meteor_works_beside_the_other_metrics_and_an_interrupt_ends_it(tmp_path
     fake_java(tmp_path / "bin", monkeypatch, "meteor", f"echo $$ > {pid}; exec sleep 1000")
 
     def interrupted(*_: object) -> MetricScores:
-        while not (pid.exists() and pid.read_text()):
-            time.sleep(0.02)
+        read_pid(pid)
         raise KeyboardInterrupt
 
     metrics = choose_metrics(["METEOR", "BLEU"])
@@ -435,6 +443,104 @@ def test_no_process_outlives_a_program_that_is_closed_while_it_starts(four_proce
     program.close()
     assert [java.process.poll() is None for _, java in four_processes] == [False] * len(four_processes)
     assert not program.folder.exists()
+
+
+COUNTS = " ".join(["1.0"] * meteor.STATISTICS)
+ITEMS: list[Item] = [("a cube", ("a ball", "a cone")), ("it 's gone", ("it left",))]
+# An answer, and the code of its error. The program ends at once unless it sleeps
+BAD_ANSWERS = {
+    "nothing": (":", "meteor_answer_count"),
+    "one line too few": (f"echo {COUNTS}", "meteor_answer_count"),
+    "one line too many": (f"echo {COUNTS}; echo {COUNTS}; echo {COUNTS}", "meteor_answer_count"),
+    "an empty line": (f"echo {COUNTS}; echo", "meteor_number_count"),
+    "a line that is cut off": (f"echo {COUNTS}; printf '1.0 1.'", "meteor_number_count"),
+    "a number too many": (f"echo {COUNTS}; echo {COUNTS} 1.0", "meteor_number_count"),
+    "a word": (f"echo {COUNTS}; echo Error", "meteor_no_numbers"),
+    "bytes": (f"echo {COUNTS}; printf '\\377\\000\\n'", "meteor_no_numbers"),
+    "nan": (f"echo {COUNTS}; echo {COUNTS[:-3]}nan", "meteor_no_count"),
+    "infinity": (f"echo {COUNTS}; echo {COUNTS[:-3]}inf", "meteor_no_count"),
+    "a negative number": (f"echo {COUNTS}; echo {COUNTS[:-3]}-1.0", "meteor_no_count"),
+    "an answer and no end": (f"echo {COUNTS}; echo {COUNTS}; exec sleep 1000", "program_timeout"),
+    "half an answer and no end": (f"echo {COUNTS}; exec sleep 1000", "program_timeout"),
+    "an answer without an end": (f"while :; do echo {COUNTS}; sleep 0.01; done", "program_timeout"),
+    "a closed output": ("exec >&-; exec sleep 1000", "program_timeout"),
+}
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[meteor.MeteorProgram]:
+    """METEOR with a time limit of half a second and a small table. A test replaces Java."""
+    small_table(tmp_path, monkeypatch)
+    monkeypatch.setattr(meteor, "CLOSING_S", 0.2)
+    with closing(meteor.MeteorProgram(None, 1)) as program:
+        program.limit_s = 0.5
+        yield program
+
+
+@pytest.mark.parametrize(("shell_line", "code"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+def test_a_bad_answer_of_meteor_is_an_error_within_the_time_limit(shell_line, code, program, tmp_path, monkeypatch):
+    program.limit_s = 0.5 if code == "program_timeout" else 30
+    fake_java(tmp_path / "bin", monkeypatch, "meteor", f"{shell_line}; exit 0")
+    program.start(ITEMS)
+    start = time.monotonic()
+    with pytest.raises(ScorerFailed) as failed:
+        program.answers()
+    assert failed.value.code == f"scoring.{code}"
+    assert time.monotonic() - start < 30
+
+
+def test_meteor_gets_a_line_per_caption_and_ends_with_its_input(program, tmp_path, monkeypatch):
+    """A program that got no lines would give no answer, and one whose input stayed open would not end."""
+    log = tmp_path / "lines"
+    program.limit_s = 30
+    read = f'while read -r line; do echo "$line" >> {log}; echo {COUNTS}; done; exit 0'
+    fake_java(tmp_path / "bin", monkeypatch, "meteor", read)
+    program.start(ITEMS)
+    assert list(program.answers()) == ITEMS
+    assert log.read_text().splitlines() == [
+        "SCORE ||| a ball ||| a cone ||| a cube",
+        "SCORE ||| it left ||| it 's gone",
+    ]
+
+
+@pytest.fixture
+def stuck_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Reading the paraphrase table takes until this event is set."""
+    is_free = threading.Event()
+    read = meteor.read_paraphrases
+
+    def wait_and_read(path: Path) -> Any:
+        is_free.wait(60)
+        return read(path)
+
+    monkeypatch.setattr(meteor, "read_paraphrases", wait_and_read)
+    yield is_free
+    is_free.set()
+
+
+def test_a_meteor_that_does_not_start_is_an_error_within_the_time_limit(stuck_table, program, monkeypatch):
+    started = []
+    monkeypatch.setattr(meteor, "JavaProgram", lambda *arguments: started.append(arguments))
+    program.start(ITEMS)
+    start = time.monotonic()
+    with raises(ScorerFailed, "scoring.program_timeout", limit=0.5):
+        program.answers()
+    program.close()
+    assert time.monotonic() - start < 30
+    stuck_table.set()
+    with pytest.raises(CancelledError):
+        program.started.result(30)
+    assert started == [], "nothing would stop a process that starts after the end"
+
+
+def test_a_thread_of_meteor_does_not_keep_the_process_from_ending(stuck_table, tmp_path, monkeypatch):
+    small_table(tmp_path, monkeypatch)
+    monkeypatch.setattr(meteor, "CLOSING_S", 0.2)
+    earlier_threads = {*threading.enumerate()}
+    with closing(meteor.MeteorProgram(None, 1)) as program:
+        program.start(ITEMS)
+        threads = {*threading.enumerate()} - earlier_threads
+    assert [thread.daemon for thread in threads] == [True, True]
 
 
 GIB = 1 << 30

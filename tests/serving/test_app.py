@@ -492,18 +492,32 @@ def test_the_list_of_models_has_the_current_version(serve):
     assert [entry["id"] for entry in serve().get("/v1/models").json()["data"]] == ["m3diff/1"]
 
 
-def test_an_unknown_route_is_named(serve):
-    assert serve().get("/nothing").json()["found"] == "GET /nothing"
+@pytest.mark.parametrize("path", ["/nothing", "/examples/no-key/before", "/v1caption"])
+def test_an_unknown_route_is_named_and_said_not_to_exist(path, serve):
+    answer = serve().get(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"] == "no_such_route"
+    assert answer.json()["found"] == f"GET {path}: there is no such route"
 
 
 def test_an_unknown_route_of_openais_api_is_refused_in_its_form(serve):
-    assert serve().get("/v1/nothing").json()["error"]["code"] == "no_such_route"
+    answer = serve().post("/v1/caption", **PAIR)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "no_such_route"
+    assert answer.json()["error"]["message"].startswith("POST /v1/caption: there is no such route; ")
+
+
+def test_the_path_of_an_unknown_route_is_cut(serve):
+    body = serve().get("/" + "x" * 5000).json()
+    assert body["found"] == f"GET /{'x' * 99}: there is no such route"
 
 
 def test_another_method_is_refused_with_the_one_that_is_allowed(serve):
     answer = serve().get(CAPTION)
     assert answer.status_code == 405
     assert answer.headers["allow"] == "POST"
+    assert answer.json()["found"] == "GET /caption: this path has no such method"
+    assert answer.json()["limit"] == "the methods of this path: POST"
 
 
 def test_a_server_without_a_model_is_healthy_and_not_ready(serve):

@@ -39,6 +39,7 @@ os.execvp("java", ["java", *sys.argv[1:]])
 """
 # Matches lines of Java's output that do not explain a failure: stack frames, the options in use, and empty lines
 NOISE = re.compile(r"at \S+\(|\.\.\. \d+ more|(NOTE: )?Picked up |$")
+KILLING_S = 10  # seconds to wait until a killed program has ended
 SENTINEL = "endofcaptions"  # last caption that is sent to the tokenizer
 
 
@@ -124,7 +125,9 @@ class JavaProgram:
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            # a process that waits for a broken disk does not end even now
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(KILLING_S)
         self.files.close()
 
     def result(self) -> str:

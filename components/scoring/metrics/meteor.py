@@ -8,14 +8,17 @@ any score.
 """
 
 import gzip
+import math
 import re
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +27,8 @@ from m3diff.scoring.metrics import Item, Metric, MetricInputs, MetricScores, Pro
 from m3diff.scoring.metrics.java import JavaProgram, ScorerFailed, programs_at_once
 from m3diff.scoring.metrics.paraphrases import matching_paraphrases, read_paraphrases
 from m3diff.scoring.pairs import EvalPair, Groups
+
+Result = TypeVar("Result")
 
 # The program's parameters for English
 ALPHA = 0.85
@@ -41,6 +46,7 @@ NORMAL = re.compile("[a-z0-9 ]*")
 # Relative time for an item that needs the normaliser. The item itself takes 2.7 times as long as another item, and the
 # option also slows down the other items of the process
 NORMALISED_COST = 3.0
+CLOSING_S = 10  # seconds that `close` waits for the threads, which cannot be stopped
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,13 @@ class MeteorProcess:
 class MeteorProgram(Program):
     """METEOR in one or more processes.
 
-    A thread reads the paraphrase table while captions are tokenised, and then starts the processes. In the meantime,
-    the caller computes the metrics that do not need Java.
+    A thread reads the paraphrase table while captions are tokenised. Another one then starts the processes. In the
+    meantime, the caller computes the metrics that do not need Java.
+
+    Nothing waits longer than the time limit, whatever the processes answer and however long the threads take.
+
+    Args:
+        limit_s: time limit in seconds for each process, and for starting the processes.
     """
 
     def __init__(self, spice_dir: Path | None, limit_s: int) -> None:
@@ -64,24 +75,31 @@ class MeteorProgram(Program):
         self.limit_s = limit_s
         self.jar = Path(module.__file__).with_name(module.METEOR_JAR)
         self.running = ExitStack()
-        self.thread = self.running.enter_context(ThreadPoolExecutor(1))
-        self.table = self.thread.submit(read_paraphrases, self.jar.with_name("data") / "paraphrase-en.gz")
-        self.folder = Path(self.running.enter_context(TemporaryDirectory(prefix="m3diff-meteor-")))
+        # a thread that has not ended when the folder is removed may write into it
+        folder = TemporaryDirectory(prefix="m3diff-meteor-", ignore_cleanup_errors=True)
+        self.folder = Path(self.running.enter_context(folder))
+        self.table_file = self.jar.with_name("data") / "paraphrase-en.gz"
+        self.table = run_in_thread(lambda: read_paraphrases(self.table_file))
         # item -> item that is sent to a process instead
         self.asked_items: dict[Item, Item] = {}
         self.processes: list[MeteorProcess] = []
         self.started: Future[None] | None = None
+        self.lock = threading.Lock()  # held while a process is started, and while `is_closed` is set
+        self.is_closed = False
 
     def close(self) -> None:
-        """Stop the processes and the thread, and remove the folder."""
-        # without this wait, a process could start after its context is closed, and nothing would stop it
-        if self.started and not self.started.cancel():
-            wait([self.started])
+        """Stop the processes, wait for the threads, and remove the folder."""
+        with self.lock:
+            self.is_closed = True
+        threads: list[Future[Any]] = [self.table]
+        if self.started is not None:
+            threads.append(self.started)
+        wait(threads, CLOSING_S)
         self.running.close()
 
     def start(self, items: Sequence[Item]) -> None:
-        """Make the thread start the processes, and return immediately. `answers` raises errors from starting them."""
-        self.started = self.thread.submit(self.start_processes, items)
+        """Start the processes in a thread, and return immediately. `answers` raises errors from starting them."""
+        self.started = run_in_thread(lambda: self.start_processes(items))
 
     def start_processes(self, items: Sequence[Item]) -> None:
         """Start the processes. Their number depends on the CPUs, the memory and the number of items."""
@@ -98,9 +116,13 @@ class MeteorProgram(Program):
         """Wait for the processes and return the 23 statistics of each item with its best reference, ready to be summed.
 
         Raises:
-            ScorerFailed: the paraphrase table cannot be read, or a process gave no statistics.
+            ScorerFailed: the paraphrase table cannot be read, the processes did not start in time, or a process gave no
+                statistics in time.
         """
         if self.started:
+            finished, _ = wait([self.started], self.limit_s)
+            if not finished:
+                raise ScorerFailed("scoring.program_timeout", limit=self.limit_s)
             self.started.result()
         statistics: dict[Item, list[float]] = {}
         for process in self.processes:
@@ -122,15 +144,39 @@ class MeteorProgram(Program):
         return answers
 
     def start_process(self, items: Sequence[Item]) -> MeteorProcess:
-        """Start a process that scores the items."""
+        """Start a process that scores the items.
+
+        Raises:
+            CancelledError: the program is closed, so nothing would stop the process.
+        """
         lines = []
         for prediction, references in items:
             # the program uses the first of the best references, so duplicates can be left out
             distinct_references = dict.fromkeys(references)
             lines.append(" ||| ".join(("SCORE", *distinct_references, prediction)) + "\n")
         command = [*COMMAND, "-norm"] if any(map(needs_normalising, items)) else COMMAND
-        java = JavaProgram(command, self.folder, self.limit_s, "".join(lines))
-        return MeteorProcess(items, self.running.enter_context(java))
+        with self.lock:
+            if self.is_closed:
+                raise CancelledError
+            java = JavaProgram(command, self.folder, self.limit_s, "".join(lines))
+            return MeteorProcess(items, self.running.enter_context(java))
+
+
+def run_in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Run a function in a thread, and return its result as a future.
+
+    A thread of a `ThreadPoolExecutor` keeps the process from ending until it has ended. This one does not.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def remove_needless_references(item: Item) -> Item:
@@ -180,7 +226,7 @@ def wait_for_statistics(process: MeteorProcess) -> dict[Item, list[float]]:
     """Wait for a process and return the statistics of its items.
 
     Raises:
-        ScorerFailed: the process failed, or its output is not one line of 23 numbers per item.
+        ScorerFailed: the process failed or did not end in time, or its output is not one line of 23 counts per item.
     """
     answer = process.java.result()
     try:
@@ -192,6 +238,10 @@ def wait_for_statistics(process: MeteorProcess) -> dict[Item, list[float]]:
     for numbers in statistics:
         if len(numbers) != STATISTICS:
             raise ScorerFailed("scoring.meteor_number_count", value=len(numbers), expected=STATISTICS)
+        # `float` also reads nan, inf and -1, and the score of a group would be wrong
+        wrong_counts = [number for number in numbers if not 0 <= number < math.inf]
+        if wrong_counts:
+            raise ScorerFailed("scoring.meteor_no_count", value=wrong_counts[0])
     return dict(zip(process.items, statistics, strict=True))
 
 

@@ -38,7 +38,8 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
 from m3diff.models.contract import Takes
 from m3diff.models.device import Device, process_environment
-from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_bytes
+from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_bytes, split_by_shape
+from m3diff.models.sample_limits import fault_of_family
 from m3diff.provenance.code import compute_key
 from m3diff.records.errors import (
     CodedError,
@@ -379,11 +380,10 @@ def check_items(items: Sequence[PredictionItem], takes: Takes) -> None:
         DataError: an item has a number of images or earlier turns that the family cannot process.
     """
     for item in items:
-        images = len(item.images)
-        if images not in takes.images:
-            raise DataError("predict.images_not_taken", name=item.id, images=images, expected=list(takes.images))
-        if len(item.turns) > 1 and not takes.turns:
-            raise DataError("predict.turns_not_taken", name=item.id)
+        # A family that reads no questions answers each of them as it was trained to
+        fault = fault_of_family(takes, len(item.images), None, earlier_turns=len(item.turns) - 1)
+        if fault is not None:
+            raise DataError("predict.record_not_taken", name=item.id, cause=fault.problem)
 
 
 def sample_control_pairs(
@@ -423,7 +423,7 @@ def split_into_batches(
     Raises:
         DataError: a question cannot be encoded.
     """
-    items_by_shape: dict[tuple[int, int], list[PredictionItem]] = {}  # by number of images and length of the prompt
+    shapes: list[tuple[int, int]] = []  # number of images and length of the prompt
     length_of_prompt: dict[tuple[int, tuple[Turn, ...]], int] = {}
     for item in items:
         images = len(item.images)
@@ -433,11 +433,8 @@ def split_into_batches(
             except ValueFault as error:
                 raise DataError("predict.unusable_question", name=item.id, cause=error.fault) from error
             length_of_prompt[images, item.turns] = len(prompt)
-        items_by_shape.setdefault((images, length_of_prompt[images, item.turns]), []).append(item)
-    batches = []
-    for similar_items in items_by_shape.values():
-        batches += [similar_items[start : start + size] for start in range(0, len(similar_items), size)]
-    return batches
+        shapes.append((images, length_of_prompt[images, item.turns]))
+    return [[items[position] for position in positions] for positions in split_by_shape(shapes, size)]
 
 
 def caption_batches(job: CaptionJob, batches: Sequence[Batch]) -> Iterator[BatchPredictions]:

@@ -53,19 +53,19 @@ class PyfuncCaptioner(PythonModel):
             ValueFault: an image cannot be opened, a row has only one side of a pair, or the model was not made for or
                 trained on such a row.
         """
+        from m3diff.models.sample_batches import split_by_shape
+
         rows = model_input.reset_index(drop=True).reindex(columns=list(COLUMNS)).to_dict("records")
         samples = [self.read_row(row) for row in rows]
-        numbers_by_group: dict[tuple[int, int], list[int]] = {}
-        for number, (images, turns) in enumerate(samples):
+        shapes: list[tuple[int, int]] = []  # number of images and length of the prompt
+        for images, turns in samples:
             prompt = self.captioner.encode_prompt(turns, self.captioner.processor.marks(len(images)))
-            numbers_by_group.setdefault((len(images), len(prompt)), []).append(number)
+            shapes.append((len(images), len(prompt)))
         answers: dict[int, str] = {}
-        for numbers in numbers_by_group.values():
-            for start in range(0, len(numbers), BATCH_ROWS):
-                batch = numbers[start : start + BATCH_ROWS]
-                prepared = (self.prepare_images(samples[number][0]) for number in batch)
-                texts = self.captioner.answer_in_parts(prepared, [samples[number][1] for number in batch])
-                answers |= dict(zip(batch, texts, strict=True))
+        for batch in split_by_shape(shapes, BATCH_ROWS):
+            prepared = (self.prepare_images(samples[number][0]) for number in batch)
+            texts = self.captioner.answer_in_parts(prepared, [samples[number][1] for number in batch])
+            answers |= dict(zip(batch, texts, strict=True))
         return [answers[number] for number in range(len(samples))]
 
     def prepare_images(self, images: list[str]) -> Any:

@@ -17,6 +17,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.contract import Processor
 from m3diff.models.device import Device
 from m3diff.models.generation import Captioner
+from m3diff.models.sample_batches import split_by_shape
 from m3diff.models.tuning import unwrap_model
 from m3diff.scoring.characters import space_out_characters
 from m3diff.scoring.metrics.answers import is_exact_match
@@ -168,18 +169,17 @@ class Validation:
         own_rows = first_rows if self.needs_equal_forwards else first_rows[self.rank :: self.ranks]
         model.eval()
         captioner = Captioner(unwrap_model(model.module), self.processor, self.family, MAX_NEW_TOKENS)
-        rows_by_shape: dict[tuple[int, int], list[int]] = {}  # by number of images and length of the prompt
+        shapes: list[tuple[int, int]] = []  # number of images and length of the prompt
         for row in own_rows:
             images = len(self.samples.images(row))
             prompt = captioner.encode_prompt(self.samples.turns(row), self.processor.marks(images))
-            rows_by_shape.setdefault((images, len(prompt)), []).append(row)
+            shapes.append((images, len(prompt)))
         answers: dict[int, str] = {}
-        for rows in rows_by_shape.values():
-            for start in range(0, len(rows), CAPTION_BATCH):
-                batch = rows[start : start + CAPTION_BATCH]
-                prepared = (self.loader.prepared(self.samples.images(row)) for row in batch)
-                texts = captioner.answer_in_parts(prepared, [self.samples.turns(row) for row in batch])
-                answers |= zip(batch, texts, strict=True)
+        for positions in split_by_shape(shapes, CAPTION_BATCH):
+            rows = [own_rows[position] for position in positions]
+            prepared = (self.loader.prepared(self.samples.images(row)) for row in rows)
+            texts = captioner.answer_in_parts(prepared, [self.samples.turns(row) for row in rows])
+            answers |= zip(rows, texts, strict=True)
         model.train()
         if self.needs_equal_forwards or self.ranks == 1:
             return answers

@@ -20,22 +20,24 @@ from PIL import Image
 
 from m3diff.images.open import ImageError, load_image
 from m3diff.models.checkpoint import read_manifest, write_manifest
-from m3diff.models.contract import Prepared
+from m3diff.models.contract import Prepared, Takes
 from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedDecoderLayer, FusedRMSNorm
 from m3diff.models.generation import load_captioner
-from m3diff.records.errors import DataError, ParamsError
-from m3diff.records.sample import Turn
+from m3diff.records.errors import DataError, Fault, ParamsError
+from m3diff.records.sample import ImageRef, Turn
 from m3diff.stages.predict import stage
 from m3diff.stages.predict.stage import (
     PREPARED_BATCHES,
     Batch,
     CaptionJob,
     Prediction,
+    PredictionItem,
     WorkersDiedError,
     caption_batches,
     caption_in_order,
     caption_on_ray,
+    check_items,
     predict,
     prepare_images,
     read_test_items,
@@ -79,6 +81,35 @@ class Processor:
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
         (turn,) = turns
         return (0,) * len(turn.question)
+
+
+def item_of(number: int, images: int, *questions: str) -> PredictionItem:
+    return PredictionItem(f"toy/{number}", (ImageRef("a.png"),) * images, tuple(map(Turn, questions)))
+
+
+def test_batches_have_one_shape_and_keep_the_order_of_the_items():
+    lengths = ["long question", "why?", "how?", "long answer !", "who?", "why?"]
+    items = [item_of(number, 2, question) for number, question in enumerate(lengths)]
+    items.insert(2, item_of(6, 1, "why?"))
+    batches = split_into_batches(items, 3, Processor())
+    names = [[item.id.removeprefix("toy/") for item in batch] for batch in batches]
+    assert names == [["0", "3"], ["1", "2", "4"], ["5"], ["6"]]
+
+
+NOT_TAKEN = [
+    (item_of(1, 1, "a?"), Takes(images=(2,)), Fault("models.images_not_taken", value=1, expected="2 images")),
+    (item_of(1, 2, "a?", "b?", "c?"), Takes(turns=False), Fault("models.history_not_read", value=2)),
+]
+
+
+@pytest.mark.parametrize(("item", "takes", "cause"), NOT_TAKEN, ids=["images", "turns"])
+def test_a_record_that_the_family_cannot_process_is_refused_by_its_id(item, takes, cause):
+    with raises(DataError, "predict.record_not_taken", name="toy/1", cause=cause.problem):
+        check_items([item_of(0, 2, "a?"), item], takes)
+
+
+def test_a_family_that_reads_no_questions_answers_every_record():
+    check_items([item_of(0, 2, "a?")], Takes(images=(2,), questions=False, turns=False))
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:

@@ -536,13 +536,14 @@ def test_rows_of_different_samples_are_answered_apart(tmp_path):
     turn = {"question": "Is it red?", "answer": "Yes."}
     rows = [
         {"images": images[:2], "question": "Why?", "history": []},
-        {"images": images[2:], "question": "How?", "history": None},
+        # its prompt has as many tokens as those of the pairs
+        {"images": images[2:], "question": "Where", "history": None},
         {"images": images[1:], "question": "Why?", "history": [turn]},
         {"images": [], "question": "Who?", "history": []},
         {"images": [images[2], images[0]], "question": "When", "history": []},
     ]
     assert model.predict(None, pd.DataFrame(rows)) == ["0>1", "2", "1>2", "", "2>0"]
-    assert model.captioner.batches == [["Why?", "When"], ["How?"], ["Is it red? Yes. Why?"], ["Who?"]]
+    assert model.captioner.batches == [["Why?", "When"], ["Where"], ["Is it red? Yes. Why?"], ["Who?"]]
 
 
 def test_rows_whose_images_take_much_memory_are_answered_in_parts(tmp_path, monkeypatch):
