@@ -91,6 +91,18 @@ def format_headline_scores(report: Path) -> Iterator[str]:
         yield ""
 
 
+def format_retention(report: Path) -> Iterator[str]:
+    """Yield a line for each retention dataset: the first score of the model and of its base before the training."""
+    for protocol, values in json.loads((report / "metrics.json").read_text()).get("retention", {}).items():
+        scores = {name: score for name, score in values.items() if isinstance(score, dict) and "base" in score}
+        for name, score in list(scores.items())[:1]:
+            yield (
+                f"what it kept of its base: {name} {100 * score['model']:.1f} on {protocol}, "
+                f"{format_count(values['records'], 'question')}; the base had {100 * score['base']:.1f}"
+            )
+            yield ""
+
+
 def format_summary(params: Params, registration: object, decision: object) -> str:
     """Return the summary of a run: scores, output paths, the promotion decision, training warnings and next steps."""
     paths = params.paths
@@ -98,6 +110,7 @@ def format_summary(params: Params, registration: object, decision: object) -> st
     lines = [
         "",
         *format_headline_scores(paths.report),
+        *format_retention(paths.report),
         f"{'report':<12} {(paths.report / 'report.html').resolve()}",
         f"{'predictions':<12} {(paths.predictions / 'predictions.json').resolve()}",
         f"{'model':<12} {registration} in {params.register_.tracking_uri}",

@@ -13,6 +13,7 @@ from m3diff.command_line.train import describe_training_run
 from m3diff.records.errors import ParamsError
 
 if TYPE_CHECKING:
+    from m3diff.scoring.results import RetentionScores
     from m3diff.settings.tree import Params
 
 
@@ -49,6 +50,7 @@ def _evaluate_run(params: Params) -> None:
     )
     write_creation_note(paths.report)
     _print_scores(headline_scores(report), paths.report)
+    _print_retention(report.retention)
     log_evaluation(describe_training_run(params), paths.model, paths.report / "metrics.json")
 
 
@@ -56,6 +58,14 @@ def _print_scores(scores: Mapping[str, Mapping[str, float]], report_folder: Path
     for protocol, values in scores.items():
         print(f"{protocol}, times 100: " + ", ".join(f"{name} {value:.1f}" for name, value in values.items()))
     print(f"report: {report_folder / 'report.html'}")
+
+
+def _print_retention(retention: Mapping[str, RetentionScores]) -> None:
+    """Print the first score of each retention dataset: what the model keeps of what its base could do."""
+    for protocol, scores in retention.items():
+        for name, score in list(scores.scores.items())[:1]:
+            values = f"{name} {100 * score.model:.1f} (base {100 * score.base:.1f})"
+            print(f"{protocol}, kept of the base, times 100: {values}")
 
 
 COMMAND = Command(

@@ -53,7 +53,10 @@ def test_make_run_shows_stages_warnings_progress_and_the_end_of_a_failure(tmp_pa
 def test_the_summary_says_scores_places_gate_and_warnings(tmp_path, warnings):
     scores = {"pairs": 480, "published_pairs": 3985, "CIDEr": 4.67036, "no_change_recall": 1}
     protocols = {"a/total": scores | {"intervals": {"CIDEr": {"low": 4.5, "high": 4.81}}}, "a/semantic": {"CIDEr": 9.9}}
-    contents = {"metrics": {"protocols": protocols}, "report": {"warnings": warnings}}
+    kinds = {"count": {"records": 2, "exact_match": {"model": 0.1, "base": 0.2}}}
+    kept = {"records": 240, "exact_match": {"model": 0.015, "base": 0.99}, "by_kind": kinds}
+    retention = {"b/test": kept | {"CIDEr": {"model": 0.5, "base": 3.0}}, "c/test": {"records": 1}}
+    contents = {"metrics": {"protocols": protocols, "retention": retention}, "report": {"warnings": warnings}}
     contents["headline"] = {"a/total": {"CIDEr": 467.04, "no_change_recall": 100}}
     for name, content in contents.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
@@ -65,7 +68,9 @@ def test_the_summary_says_scores_places_gate_and_warnings(tmp_path, warnings):
     assert text.startswith("\nscores on a/total, 480 pairs of the 3985 in papers")
     warned = "\nwarning      training: the module changes nothing.\n" if warnings else "\n"
     model = "models:/m/2 registered (MLflow run 7f3a) in store\n"
-    for line in (numbers, f"{tmp_path}/report.html\n", model, f"refused: why{warned}"):
+    kept_line = "what it kept of its base: exact_match 1.5 on b/test, 240 questions; the base had 99.0\n"
+    assert text.count("what it kept") == 1, "the first score, and no line without a score"
+    for line in (numbers, kept_line, f"{tmp_path}/report.html\n", model, f"refused: why{warned}"):
         assert line in text
     assert "990.0" not in text, "one protocol of a dataset"
 
