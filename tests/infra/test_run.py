@@ -54,8 +54,8 @@ def test_the_summary_says_scores_places_gate_and_warnings(tmp_path, warnings):
     scores = {"pairs": 480, "published_pairs": 3985, "CIDEr": 4.67036, "no_change_recall": 1}
     protocols = {"a/total": scores | {"intervals": {"CIDEr": {"low": 4.5, "high": 4.81}}}, "a/semantic": {"CIDEr": 9.9}}
     kinds = {"count": {"records": 2, "exact_match": {"model": 0.1, "base": 0.2}}}
-    kept = {"records": 240, "exact_match": {"model": 0.015, "base": 0.99}, "by_kind": kinds}
-    retention = {"b/test": kept | {"CIDEr": {"model": 0.5, "base": 3.0}}, "c/test": {"records": 1}}
+    scores_of_both = {"records": 240, "exact_match": {"model": 0.015, "base": 0.99}, "by_kind": kinds}
+    retention = {"b/test": scores_of_both | {"CIDEr": {"model": 0.5, "base": 3.0}}, "c/test": {"records": 1}}
     contents = {"metrics": {"protocols": protocols, "retention": retention}, "report": {"warnings": warnings}}
     contents["headline"] = {"a/total": {"CIDEr": 467.04, "no_change_recall": 100}}
     for name, content in contents.items():
