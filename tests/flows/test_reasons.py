@@ -64,7 +64,8 @@ def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(tr
     toy.change(project, "models", **models)
     base.write_text("another base")
     reasons = sorted(list_reasons(dvc.status()))
-    assert reasons == [f"{DEPS} data/00_base modified", f"{DEPS} params.yaml models.m3diff"]
+    base_of_predict = "predict: changed deps: data/00_base modified"
+    assert reasons == [base_of_predict, f"{DEPS} data/00_base modified", f"{DEPS} params.yaml models.m3diff"]
 
 
 @pytest.mark.parametrize(

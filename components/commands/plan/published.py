@@ -91,7 +91,8 @@ def _published_dataset(name: str, spec: DatasetSpec, train_on: Sequence[str], co
     mean_references = sum(references) / sum(pairs)
 
     source = convert.sources.get(name, MixtureSource())
-    questions_per_pair = sum(count.questions or count.pairs for count in counts.values()) / sum(pairs)
+    questions = [count.questions or count.pairs - count.wordless for count in counts.values()]
+    questions_per_pair = sum(questions) / sum(pairs)
     references_per_question = convert.most_references(source)
     max_references = mean_references if not references_per_question else references_per_question * questions_per_pair
     max_pairs = math.inf if source.max_pairs is None else source.max_pairs
