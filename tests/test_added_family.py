@@ -143,11 +143,11 @@ def test_a_sample_is_measured_with_the_tokens_of_its_own_images(trained, caption
         lengths.append(len(prompt) + len(processor.encode_answer(turn.answer)))
     takes = captioner.family.takes
     longest = max(lengths)
-    check_samples(samples, "glimpse", takes, processor, max_tokens=longest)
+    check_samples(samples, "train", "glimpse", takes, processor, max_tokens=longest)
     with raises(ParamsError, "train.sample_too_long", value=longest, limit=longest - 1):
-        check_samples(samples, "glimpse", takes, processor, max_tokens=longest - 1)
+        check_samples(samples, "train", "glimpse", takes, processor, max_tokens=longest - 1)
     with raises(ParamsError, "train.sample_too_long"):  # with the marks of square images, it would be refused
-        check_samples(samples, "glimpse", replace(takes, fixed_marks=True), processor, max_tokens=longest)
+        check_samples(samples, "train", "glimpse", replace(takes, fixed_marks=True), processor, max_tokens=longest)
 
 
 def test_training_counts_the_tokens_of_separate_rows_with_their_own_images(trained, captioner):
@@ -163,7 +163,7 @@ def test_training_counts_the_tokens_of_separate_rows_with_their_own_images(train
     training.packing = packing
     training.schedule = SimpleNamespace(samples=samples, epoch=lambda epoch: [rows])  # type: ignore[assignment]
     batch: Any = packing.batch(loader.read([(rows, 1)]), captioner.processor, loader.device)
-    lengths = training.measure_lengths()
+    (lengths,) = training.measure_lengths()
     assert lengths.rows == 2
     assert lengths.tokens == batch.attention_mask.sum() / 2
     assert lengths.supervised_tokens == len(batch.labels) / 2

@@ -22,9 +22,9 @@ from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import predict
 from m3diff.stages.train.batches import read_training_samples
 from m3diff.stages.train.job import DatasetFilter
+from tests.family_cases import tiny
 from tests.layouts import LLAVA_INSTRUCT, WRITERS, conversation, make_entry, run_ingest, run_validate, write_llava
 from tests.stages.train.toy import COMPUTE, recipe, run
-from tests.tiny import tiny
 from tests.toy import REPOSITORY
 
 PROFILE = REPOSITORY / "profiles" / "onediff.yaml"

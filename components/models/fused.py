@@ -384,8 +384,7 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
             position_embeddings: cosines and sines of the rotary positions.
             attention_mask: see `attend`.
             layout: see `attend`.
-            kept_positions: positions of the supervised tokens. If set, the last layer returns
-                [1, supervised tokens, D].
+            kept_positions: positions of the tokens that the last layer returns, [1, tokens, D]; None for all.
         """
         # This implementation is for a single row. Separate rows (`SeparateRows`) use the stock one
         if not self.training or len(hidden_states) > 1:

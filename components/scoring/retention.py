@@ -5,7 +5,7 @@ and its base answered the same records, so each difference has an interval over 
 comparison of two models has. A negative change means that the model lost some of what the base could do.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from m3diff.datasets.spec import DatasetSpec
 from m3diff.scoring.bootstrap import Interval, compare, resampled_scores
-from m3diff.scoring.metrics import Metric, MetricScores
-from m3diff.scoring.pairs import ALL_PAIRS, EvalPair
-from m3diff.scoring.protocols import select_main_protocols, select_protocols
+from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics
+from m3diff.scoring.pairs import ALL_PAIRS, CaptionedPairs
+from m3diff.scoring.protocols import list_protocol_metrics, select_main_protocols, select_protocols
 from m3diff.scoring.results import KINDS, RetentionScores, ScoreOfBoth, score_table
 from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 
@@ -37,32 +37,33 @@ class Retention:
 
 
 def compare_with_base(
-    pairs: Sequence[EvalPair],
-    pairs_of_base: Sequence[EvalPair],
+    captioned: CaptionedPairs,
     specs: Mapping[str, DatasetSpec],
-    metrics: Mapping[str, Metric],
+    metric_names: Iterable[str],
     spice_dir: Path | None,
     limit_s: int,
 ) -> Retention:
     """Score the predictions of the model and of its base with the main protocol of each retention dataset.
 
     Args:
-        pairs: records with the model's predictions.
-        pairs_of_base: the same records with the base's predictions.
+        captioned: records of retention datasets with the predictions of both models.
         specs: specs of the datasets, by dataset.
-        metrics: the metrics. The judge is left out, because it would be asked about every answer twice.
+        metric_names: names of the metrics in `evaluate.metrics`. A protocol's own metrics are added. The judge is left
+            out, because it would be asked about every answer twice.
         spice_dir: folder with SPICE's jars. None without SPICE.
         limit_s: time limit for each Java program, in seconds.
 
     Raises:
         ScorerFailed: a metric needs the tokenizer, and the tokenizer failed.
     """
-    if not pairs:
+    if not captioned.retention:
         return Retention(protocols={})
-    metrics = {name: metric for name, metric in metrics.items() if metric.extra_input != "judge"}
-    protocols = select_main_protocols(select_protocols(pairs, specs))
+    protocols = select_main_protocols(select_protocols(captioned.retention, specs))
+    own_metrics = list_protocol_metrics(protocol.rules for protocol in protocols)
+    chosen_metrics = choose_metrics([*metric_names, *own_metrics])
+    metrics = {name: metric for name, metric in chosen_metrics.items() if metric.extra_input != "judge"}
     base_protocols = []
-    for protocol in select_main_protocols(select_protocols(pairs_of_base, specs)):
+    for protocol in select_main_protocols(select_protocols(captioned.retention_of_base, specs)):
         base_protocols.append(replace(protocol, dataset=f"{BASE_PREFIX}{protocol.dataset}"))
     scores = compute_metrics(metrics, [*protocols, *base_protocols], {}, spice_dir, limit_s)
     listed_metrics = list_metrics_of_protocols(metrics, protocols)

@@ -38,7 +38,7 @@ REPORT = Path("data/07_report")
 
 LOCAL_URL = "http://127.0.0.1:8000/v1"
 REMOTE_URL = "https://a.example/v1"
-RESULT = Result(outcome="promoted", lines=["a line", "another"])
+RESULT = Result(outcome="promoted", lines=["a line", "another"], retention={})
 
 pytestmark = pytest.mark.usefixtures("project")
 
@@ -378,7 +378,7 @@ def training_run(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("m3diff.report.origin.write_creation_note", lambda folder: None)
     monkeypatch.setattr("m3diff.scoring.results.headline_scores", lambda report: {"mini/total": {"CIDEr": 51.2}})
     trainer = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
-    Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=None)
+    Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=RESULT)
     assert main(["train"]) == 0
     trainer.calls[0][1]["follow"]("the key", Path("rows"))
     assert main(["evaluate"]) == 0

@@ -161,22 +161,17 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         if source.couple:
             require_single_images(name, records.filter(dataset=name, split="train"))
         pairs_of_dataset = pairs.filter(dataset=name)
-        used_pairs = pairs_of_dataset
         if entries[name].role == RETENTION:  # the validation split chooses the weights that are best for the task
-            used_pairs = pairs_of_dataset.filter(pl.col("split") != "val")
-        samples_of_dataset, omissions = _convert_dataset(used_pairs, questions[task], source, cfg)
-        if used_pairs.height < pairs_of_dataset.height:
-            omissions["val_pairs_of_retention"] = pairs_of_dataset.filter(split="val")["image_set"].n_unique()
+            pairs_of_dataset = pairs_of_dataset.filter(pl.col("split") != "val")
+        samples_of_dataset, omissions = _convert_dataset(pairs_of_dataset, questions[task], source, cfg)
+        if entries[name].role == RETENTION:
+            omissions["val_pairs_of_retention"] = pairs.filter(dataset=name, split="val")["image_set"].n_unique()
         counts[name] = _count_samples(samples_of_dataset, omissions, images_and_turns)
         samples_by_dataset.append(samples_of_dataset)
     # only the samples of a dataset with couples have the column COUPLE_QUESTION
     samples = pl.concat(samples_by_dataset, how="diagonal")
     retention_datasets = [name for name in names if entries[name].role == RETENTION]
-    is_retention_test = (pl.col("split") == "test") & pl.col("dataset").is_in(retention_datasets)
-    folder = pl.when(is_retention_test).then(pl.lit(RETENTION)).otherwise(pl.col("split"))
-    samples_by_folder = samples.with_columns(folder=folder)
-    for name in (*SPLITS, RETENTION):
-        samples_of_folder = samples_by_folder.filter(folder=name).drop("folder")
+    for name, samples_of_folder in samples_by_folder(samples, retention_datasets).items():
         _write_split(samples_of_folder, records.select(NESTED_COLUMNS), out / name)
     is_paper_mixture = set(PAPER_DATASETS) == set(names)
     published = {name: published_mixture_counts()[name] for name in names} if is_paper_mixture else {}
@@ -189,6 +184,13 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         datasets=counts,
         published=published,
     ).write(out / "report.json")
+
+
+def samples_by_folder(samples: pl.DataFrame, retention_datasets: Sequence[str]) -> dict[str, pl.DataFrame]:
+    """Return the samples of each folder of the mixture: one per split, and one for the tests of retention datasets."""
+    is_retention_test = (pl.col("split") == "test") & pl.col("dataset").is_in(retention_datasets)
+    folders = {split: samples.filter((pl.col("split") == split) & ~is_retention_test) for split in SPLITS}
+    return folders | {RETENTION: samples.filter(is_retention_test)}
 
 
 def _convert_dataset(

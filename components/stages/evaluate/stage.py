@@ -68,25 +68,13 @@ def evaluate(
     judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     retention_specs = load_specs(records, captioned.retention)
-    retention = compare_with_base(
-        captioned.retention,
-        captioned.retention_of_base,
-        retention_specs,
-        metrics,
-        compute.spice_dir,
-        compute.scorer_timeout_s,
-    )
+    retention = compare_with_base(captioned, retention_specs, cfg.metrics, compute.spice_dir, compute.scorer_timeout_s)
     metrics = list_metrics_of_protocols(metrics, protocols)
     table = score_table(metrics, protocols, scores)
     bounds = {protocol.name: intervals(table, metrics, protocol.name) for protocol in protocols}
     kind_bounds = {protocol.name: intervals_by_kind(table, metrics, protocol.name) for protocol in protocols}
     report = summarise(captioned.test_pairs, len(pairs), protocols, scores, bounds, kind_bounds, retention.protocols)
-    report.write(out / "metrics.json")
-    write_atomic(out / "headline.json", json.dumps(headline_scores(report), indent=1) + "\n")
-    if retention.table is not None:
-        table = pa.concat_tables([table, retention.table], promote_options="default")
-    with open_atomically(out / "scores.parquet") as file:
-        pq.write_table(table, file, compression="zstd")
+    write_scores(report, table, retention.table, out)
     content = PageContent(
         metrics=metrics,
         report=report,
@@ -102,6 +90,21 @@ def evaluate(
     )
     write_report(content, out, cfg.gallery)
     return report
+
+
+def write_scores(report: EvaluateReport, table: pa.Table, retention_table: pa.Table | None, out: Path) -> None:
+    """Write metrics.json, headline.json and scores.parquet to `out`.
+
+    Args:
+        table: rows of the protocols of the task.
+        retention_table: rows of retention datasets. None if there are no such datasets.
+    """
+    report.write(out / "metrics.json")
+    write_atomic(out / "headline.json", json.dumps(headline_scores(report), indent=1) + "\n")
+    if retention_table is not None:
+        table = pa.concat_tables([table, retention_table], promote_options="default")
+    with open_atomically(out / "scores.parquet") as file:
+        pq.write_table(table, file, compression="zstd")
 
 
 def check_complete(protocols: Iterable[ProtocolPairs]) -> None:

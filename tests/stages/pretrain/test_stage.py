@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from m3diff.datasets.minichange.language import describe_scene, describe_things
+from m3diff.datasets.minichange.questions import OBJECTS_PER_QUESTION, ask_for_images, ask_for_objects
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACE_NAMES, SAMPLERS, Level, Mark, Scene, Thing, View
 from m3diff.models import FAMILIES
@@ -40,10 +41,7 @@ from m3diff.stages.pretrain.bases import (
 from m3diff.stages.pretrain.params import TASKS, Blip2, Pretrain
 from m3diff.stages.pretrain.stage import (
     MARK_CLASS,
-    OBJECTS_PER_QUESTION,
     SIZES,
-    ask_for_images,
-    ask_for_objects,
     classify_points,
     learning_rate_factor,
     make_curriculum,
