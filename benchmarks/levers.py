@@ -159,7 +159,7 @@ class Size:
         side = self.config.vision_config.image_size
         shape = (len(self.groups), 2, side, side, 3)
         pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
-        marks = (IMAGE * (self.config.image_tokens // 2),) * 2
+        marks = (IMAGE * (self.config.image_tokens_of(2) // 2),) * 2
         return [Prepared({"pixels": pixels_of_pair}, marks) for pixels_of_pair in pixels]
 
 

@@ -254,4 +254,4 @@ def test_repro_records_a_frozen_base_of_a_fresh_clone_without_running_it(trained
     append_to("data/00_base/config.json")(current)
     printed = toy.run(current, "dvc", "repro", "--single-item", "pretrain")
     assert "Verifying outputs in frozen stage: 'pretrain'" in printed
-    assert list(toy.status(current)) == ["train"]
+    assert list(toy.status(current)) == ["train", "predict"]
