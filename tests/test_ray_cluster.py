@@ -243,3 +243,37 @@ def test_what_ray_starts_is_outside_the_group_and_outlives_the_script(tmp_path):
             time.sleep(0.05)
         assert (folder / "ended").exists(), (start, (folder / "said").read_text())
         assert want in (None, (folder / "ended").read_text()), start
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("answers_after", "is_found"), [(3, True), (9, False)], ids=["in time", "too late"])
+def test_a_cluster_that_is_starting_is_waited_for_until_the_deadline(answers_after, is_found, monkeypatch):
+    clock = Clock()
+
+    def connect(address: tuple[str, int], timeout: float) -> SimpleNamespace:
+        if clock.now < answers_after:
+            raise ConnectionRefusedError("refused")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    monkeypatch.setattr(ray_cluster, "time", clock)
+    monkeypatch.setattr(ray_cluster.socket, "create_connection", connect)
+    if is_found:
+        ray_cluster.require_head(5)
+        assert clock.now == answers_after
+        return
+    with raises(ray_cluster.NoRoomError, "cluster.address_not_answering", value="10.0.0.7:6379"):
+        ray_cluster.require_head(5)
+    assert clock.now == 5
