@@ -40,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Imported modules stay, so collecting garbage during imports is wasted time, a quarter of that of pytest's collection.
 # `gc.freeze` then excludes these objects, which makes later passes cheaper. With Python's own threshold of 700 objects,
-# passes take 8 % of the time of a test that builds models, and two thirds of that of a test that parses the code
+# collection takes 8 % of the time of a test that builds models, and two thirds of the time of a test that parses the
+# code.
 GC_THRESHOLDS = (20_000, 20, 20)
 gc.disable()
 

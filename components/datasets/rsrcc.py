@@ -16,7 +16,7 @@ The terms of the images are not stated, either. Layout:
 
 **A)** It was paved.
 
-        **B)** It was dug up.
+**B)** It was dug up.
 **C)** A tree fell on it.
 **D)** Nothing.
 

@@ -226,7 +226,7 @@ def _read_caption(path: Path) -> str:
 
 
 class _FileCounts:
-    """Counts files by what is said about them in a note, and keeps the first of each kind."""
+    """Counts files by the reason that a note gives, and keeps the first file of each reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Compare the scores of a model with those of its base on what the base could do before the training.
+"""Compare the scores of a model and its base on tasks that the base could do before fine-tuning.
 
 Datasets with the role `retention` have records that the base could answer, such as questions about one image. The model
 and its base answered the same records, so each difference has an interval over the same drawn records, as the gate's

@@ -9,7 +9,7 @@ from m3diff.scoring.pairs import Groups
 
 
 def scores_of_sums(rows: Sequence[Sequence[float]], resampled: Mapping[str, Resampled], size: int) -> dict[str, Value]:
-    """Return scores from the sums of statistics over records. A score that is undefined for the sums is None.
+    """Compute scores from statistics summed over records. The result is None where a score is undefined.
 
     Args:
         rows: `size` statistics per record. Without records, all sums are 0.
