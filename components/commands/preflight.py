@@ -18,6 +18,7 @@ from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
 from m3diff.records.errors import DataError, Fault, cause_of
 from m3diff.records.machine import free_memory
+from m3diff.records.schemas import RETENTION
 from m3diff.registry import tracking
 from m3diff.registry.decisions import read_decisions
 from m3diff.registry.moves import find_lost_champion
@@ -217,7 +218,7 @@ def faults_of_retention_sets(params: Params) -> Iterator[Fault]:
     name_of_family = params.models[params.train.model].family
     takes = FAMILIES[name_of_family].takes
     for name, entry in params.ingest.datasets.items():
-        if entry.role != "retention" or not entry.root.is_dir():
+        if entry.role != RETENTION or not entry.root.is_dir():
             continue
         try:
             rows = [row for row in DATASETS[entry.reader].read(entry.root, **entry.options) if not row.fault]

@@ -18,6 +18,10 @@ import pyarrow as pa
 Split = Literal["train", "val", "test"]
 SPLITS = ("train", "val", "test")
 
+Role = Literal["task", "retention"]
+# Role of a dataset whose test split measures what the model keeps of its base, and the folder of these test splits
+RETENTION: Role = "retention"
+
 ChangeType = Literal[
     "viewpoint",
     "illumination",

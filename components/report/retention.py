@@ -9,7 +9,7 @@ from m3diff.report.tables import Table, TableRow, file_name_of_protocol, make_ce
 from m3diff.scoring.metrics import HEADLINE_SCORES
 from m3diff.scoring.metrics.answers import is_exact_match
 from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.results import RetentionScores, ScoreOfBoth
+from m3diff.scoring.results import ModelAndBaseScore, RetentionScores
 
 MAX_EXAMPLES = 4  # maximum number of lost answers per dataset
 
@@ -67,7 +67,7 @@ def retention_table(protocol: str, scores: RetentionScores) -> Table:
     return Table(f"{file_name_of_protocol(protocol)}-retention", columns, rows)
 
 
-def make_rows(name: str, records: int, scores: Mapping[str, ScoreOfBoth]) -> Iterator[TableRow]:
+def make_rows(name: str, records: int, scores: Mapping[str, ModelAndBaseScore]) -> Iterator[TableRow]:
     """Yield a row for each score that is shown wherever runs are compared."""
     for score, values in scores.items():
         if score in HEADLINE_SCORES:

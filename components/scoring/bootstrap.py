@@ -116,12 +116,18 @@ def score_of(table: pa.Table, protocol: str, score: Resampled) -> float | None:
 
 
 def compare(
-    first_table: pa.Table, second_table: pa.Table, protocol: str, score: Resampled, confidence: float = CONFIDENCE
+    first_table: pa.Table,
+    second_table: pa.Table,
+    protocol: str,
+    score: Resampled,
+    confidence: float = CONFIDENCE,
+    counts: Sequence[np.ndarray] | None = None,
 ) -> ScoreComparison | None:
     """Compare a score of two models on the same pairs.
 
     Args:
         first_table, second_table: scores.parquet of each model. The pairs may be in any order.
+        counts: result of `draw_ahead` for the protocol's pairs. None to draw the pairs now.
 
     Returns:
         The comparison, or None if one of the models does not have the score.
@@ -143,7 +149,7 @@ def compare(
         return None
     interval = None
     if first_rows.num_rows >= MIN_PAIRS:
-        first_sums, second_sums = resample(first_numbers, second_numbers)
+        first_sums, second_sums = resample(first_numbers, second_numbers, counts=counts)
         interval = percentile_interval(score.score(first_sums) - score.score(second_sums), confidence)
     return ScoreComparison(first_score, second_score, interval)
 

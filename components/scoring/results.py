@@ -72,7 +72,7 @@ class ProtocolScores(BaseModel):
         return self.published_pairs is not None and self.pairs < self.published_pairs
 
 
-class ScoreOfBoth(BaseModel):
+class ModelAndBaseScore(BaseModel):
     """A score of the model and of its base, on the scale of pycocoevalcap.
 
     Attributes:
@@ -116,9 +116,9 @@ class RetentionScores(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     records: int
-    scores: dict[str, ScoreOfBoth]
+    scores: dict[str, ModelAndBaseScore]
     records_by_kind: dict[str, int] = {}
-    by_kind: dict[str, dict[str, ScoreOfBoth]] = {}
+    by_kind: dict[str, dict[str, ModelAndBaseScore]] = {}
 
     @model_serializer
     def as_file(self) -> dict[str, object]:

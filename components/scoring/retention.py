@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from m3diff.datasets.spec import DatasetSpec
-from m3diff.scoring.bootstrap import Interval, compare, resampled_scores
+from m3diff.scoring.bootstrap import Interval, compare, draw_ahead, resampled_scores
 from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics
 from m3diff.scoring.pairs import ALL_PAIRS, CaptionedPairs
 from m3diff.scoring.protocols import list_protocol_metrics, select_main_protocols, select_protocols
-from m3diff.scoring.results import KINDS, RetentionScores, ScoreOfBoth, score_table
+from m3diff.scoring.results import KINDS, ModelAndBaseScore, RetentionScores, score_table
 from m3diff.scoring.run import compute_metrics, list_metrics_of_protocols
 
 BASE_PREFIX = "base:"  # prefix of a protocol's name in scores.parquet in rows with predictions of the base
@@ -91,7 +91,7 @@ def compare_with_base(
 
 def scores_of_group(
     group: str, model: MetricScores, base: MetricScores, intervals: Mapping[str, Interval] | None = None
-) -> dict[str, ScoreOfBoth]:
+) -> dict[str, ModelAndBaseScore]:
     """Return the scores of a group of records that both models have.
 
     Args:
@@ -102,7 +102,7 @@ def scores_of_group(
         base_score = base.groups[group].get(name)
         # counts, such as the number of questions, are integers
         if isinstance(score, float) and isinstance(base_score, float):
-            scores[name] = ScoreOfBoth(model=score, base=base_score, interval=(intervals or {}).get(name))
+            scores[name] = ModelAndBaseScore(model=score, base=base_score, interval=(intervals or {}).get(name))
     return scores
 
 
@@ -115,9 +115,10 @@ def intervals_of_changes(table: pa.Table, protocol: str, metrics: Mapping[str, M
         metrics: metrics of the protocol.
     """
     rows_of_base = rows_with_base_answers(table, protocol)
+    counts = draw_ahead(rows_of_base.num_rows)  # drawn once for all scores
     intervals = {}
     for name, score in resampled_scores(metrics).items():
-        comparison = compare(table, rows_of_base, protocol, score)
+        comparison = compare(table, rows_of_base, protocol, score, counts=counts)
         if comparison is not None and comparison.interval is not None:
             intervals[name] = comparison.interval
     return intervals

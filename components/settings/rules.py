@@ -18,6 +18,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.pairs import fault_of_drawn_split
 from m3diff.models import FAMILIES
 from m3diff.records.errors import Fault, shell_word
+from m3diff.records.schemas import RETENTION
 from m3diff.scoring.metrics import METRICS, add_character_variants, choose_metrics, gate_scores
 from m3diff.scoring.protocols import list_protocols
 from m3diff.settings.section import ParamsError, Section, faults_of_validation_error, fields_of_name, prefix_key
@@ -328,7 +329,7 @@ def check_gate_scores(params: Params) -> Iterator[Fault]:
             spec_by_protocol[f"{name}/{protocol.name}"] = DATASETS[entry.reader]
             own_metrics[f"{name}/{protocol.name}"] = protocol.metrics
     gate_dataset = params.ingest.datasets.get(gate.protocol.partition("/")[0])
-    if gate_dataset is not None and gate_dataset.role == "retention":
+    if gate_dataset is not None and gate_dataset.role == RETENTION:
         yield Fault("settings.gate_on_retention", key="promote.protocol", value=gate.protocol)
         return
     if gate.protocol not in spec_by_protocol:

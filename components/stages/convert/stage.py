@@ -43,6 +43,7 @@ from m3diff.records.schemas import (
     COUPLED_SAMPLE_SCHEMA,
     NO_CHANGE,
     RECORD_SCHEMA,
+    RETENTION,
     SAMPLE_SCHEMA,
     SPLITS,
 )
@@ -82,8 +83,6 @@ class Draw(IntEnum):
 
 
 SHARD_SAMPLES = 100_000
-
-RETENTION = "retention"  # role of a dataset, and the folder of the test splits of all such datasets
 
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 

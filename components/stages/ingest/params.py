@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import Fault, ValueFault
-from m3diff.records.schemas import SPLITS, Split
+from m3diff.records.schemas import SPLITS, Role, Split
 from m3diff.settings.section import Section, name_validator
 
 # Remedy for a dataset without test pairs. Other errors include it as a field
@@ -44,7 +44,7 @@ class DatasetEntry(RawDataset):
     train_on: tuple[Split, ...] = ("train",)
     """Splits that are used for training: [train], [train, val], or [] for a dataset that is only used for testing."""
 
-    role: Literal["task", "retention"] = "task"
+    role: Role = "task"
     """What the test split measures: `task` measures what the model is trained for. `retention` measures how much the
     model keeps of what its base could do, such as answering questions about one image. The model and its base without
     the new module answer the test split of such a dataset, and their scores are reported side by side, apart from the

@@ -53,6 +53,7 @@ from m3diff.records.errors import (
 from m3diff.records.files import StageReport, flush_to_disk, lock_exclusively, sha256, write_atomic
 from m3diff.records.progress import progress
 from m3diff.records.sample import PAIR, ImageRef, Turn
+from m3diff.records.schemas import RETENTION
 from m3diff.records.tables import part_paths
 from m3diff.runtime import prepare
 from m3diff.settings.compute import Compute
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
 PREDICTIONS = "predictions"
 SHUFFLED = "predictions_shuffled"
 REVERSED = "predictions_reversed"
-RETENTION = "predictions_retention"  # answers of the trained model to the records of retention datasets
-BASE = "predictions_base"  # answers of the base to the same records
+RETENTION_PREDICTIONS = "predictions_retention"  # answers of the trained model to the records of retention datasets
+BASE_PREDICTIONS = "predictions_base"  # answers of the base to the same records
 CONTROL_SEED = 0
 CONTROL_PAIRS = 600  # maximum number of pairs per control, sampled from all pairs
 
@@ -235,16 +236,16 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     out = out.resolve()
     scratch = compute.scratch.resolve()
     items = read_test_items(mixture)[: cfg.limit or None]
-    retention_items = read_items(mixture / "retention")[: cfg.limit or None]
+    retention_items = read_items(mixture / RETENTION)[: cfg.limit or None]
     pairs = [item for item in items if len(item.images) == PAIR]
     shuffled_pairs, reversed_pairs = sample_control_pairs(pairs)
     items_of_model = {
         PREDICTIONS: items,
         SHUFFLED: shuffled_pairs,
         REVERSED: reversed_pairs,
-        RETENTION: retention_items,
+        RETENTION_PREDICTIONS: retention_items,
     }
-    items_of_base = {BASE: retention_items}
+    items_of_base = {BASE_PREDICTIONS: retention_items}
     job = CaptionJob(checkpoint=model / "checkpoint", max_new_tokens=cfg.max_new_tokens, compute=compute)
     check_items([*items, *retention_items], FAMILIES[read_manifest(job.checkpoint)["family"]].takes)
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, job.checkpoint)}.jsonl")
@@ -291,7 +292,7 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
         "predict": cfg.model_dump(mode="json"),
         "checkpoint": manifest["files"],
         "samples": [f"{file.name} {sha256(file)}" for file in part_paths(mixture / "test")],
-        "retention": [f"{file.name} {sha256(file)}" for file in part_paths(mixture / "retention")],
+        RETENTION: [f"{file.name} {sha256(file)}" for file in part_paths(mixture / RETENTION)],
     }
     family_modules = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
     return compute_key(inputs, Path(__file__), family_modules)
@@ -303,7 +304,7 @@ def answer_missing_items(
     """Answer the items that are not yet in the journal.
 
     A resumed run uses the same batches as an uninterrupted one, so that it computes the same answers. If no answer is
-    missing, the model is not loaded.
+    missing, the model is not loaded, and if there are no items, neither is its processor.
 
     Args:
         job: the model and the hardware settings.
@@ -313,6 +314,8 @@ def answer_missing_items(
     """
     from m3diff.models.checkpoint import load_processor
 
+    if not any(items_by_set.values()):
+        return
     family = FAMILIES[read_manifest(job.checkpoint)["family"]]
     # The prompts of the base, whose tokenizer is that of the checkpoint, have the same lengths
     processor = load_processor(job.checkpoint)

@@ -65,9 +65,9 @@ class Couple(NamedTuple):
     second_row: int
 
 
-Sequence = np.ndarray | Couple  # row numbers of the samples of an image set, or a couple
+SampleRows = np.ndarray | Couple  # row numbers of the samples of an image set, or a couple
 
-Weighted = tuple[Sequence, int]  # a sequence, and its weight: 1, or 0 if it only pads a batch
+Weighted = tuple[SampleRows, int]  # a sequence, and its weight: 1, or 0 if it only pads a batch
 
 Visit = tuple[int, int]  # seed and epoch; with a sequence's first row number, they seed its image augmentation
 
@@ -78,7 +78,7 @@ COUPLING_SEED = 2
 ENDS_OF_SENTENCES = (".", "!", "?", "…", "。", "！", "？")
 
 
-def count_samples(sequence: Sequence) -> int:
+def count_samples(sequence: SampleRows) -> int:
     """Return the number of samples in a sequence. A couple is one sample."""
     return 1 if isinstance(sequence, Couple) else len(sequence)
 
@@ -160,13 +160,13 @@ class Samples:
         history = [Turn(**turn) for turn in self.value("history", row)]
         return (*history, Turn(self.value("question", row), self.value("answer", row)))
 
-    def images_of(self, sequence: Sequence) -> tuple[ImageRef, ...]:
+    def images_of(self, sequence: SampleRows) -> tuple[ImageRef, ...]:
         """Return the images of a sequence. Of a couple, these are the images of both samples, in its order."""
         if isinstance(sequence, Couple):
             return (*self.images(sequence.first_row), *self.images(sequence.second_row))
         return self.images(sequence[0])
 
-    def dialogues_of(self, sequence: Sequence) -> list[tuple[Turn, ...]]:
+    def dialogues_of(self, sequence: SampleRows) -> list[tuple[Turn, ...]]:
         """Return the turns of each sample in a sequence."""
         if not isinstance(sequence, Couple):
             return [self.turns(row) for row in sequence]
@@ -278,13 +278,13 @@ class Schedule:
         return math.ceil(self.epochs * self.steps_per_epoch)
 
     @lru_cache(maxsize=2)  # noqa: B019  # the current epoch, and the next one while it is prefetched
-    def epoch(self, epoch: int) -> list[Sequence]:
+    def epoch(self, epoch: int) -> list[SampleRows]:
         """Return the sequences of an epoch, in training order.
 
         A sequence has up to `max_captions` rows, all of the same image set, or is a couple.
         """
         rng = np.random.default_rng([self.seed, epoch])
-        sequences: list[Sequence] = []
+        sequences: list[SampleRows] = []
         for rows in self.samples.image_sets():
             rng.shuffle(rows)
             size = self.max_captions or len(rows)
@@ -307,7 +307,7 @@ class Schedule:
                 couples.append(Couple(*pair_of_rows))
         return couples
 
-    def global_sequences(self, step: int) -> list[Sequence]:
+    def global_sequences(self, step: int) -> list[SampleRows]:
         """Return the sequences of a step for all workers. An epoch's last step may have fewer than `global_batch`."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         return self.epoch(epoch)[batch * self.global_batch : (batch + 1) * self.global_batch]
@@ -361,14 +361,14 @@ class Loader:
     def _prepare(self, images: tuple[ImageRef, ...]) -> Prepared:
         return self.processor.prepare(load_image(*image) for image in images)
 
-    def encode(self, sequence: Sequence, marks: tuple[str, ...]) -> list[Branch]:
+    def encode(self, sequence: SampleRows, marks: tuple[str, ...]) -> list[Branch]:
         """Return the branches of the samples in a sequence, whose images have these marks."""
         branches: list[Branch] = []
         for turns in self.samples.dialogues_of(sequence):
             branches += encode_dialogue(self.encode_prompt, self.encode_answer, turns, marks)
         return branches
 
-    def prepare_images(self, sequence: Sequence, visit: Visit | None) -> Prepared:
+    def prepare_images(self, sequence: SampleRows, visit: Visit | None) -> Prepared:
         """Return the prepared images of a sequence. They are augmented only if `visit` is given."""
         prepared = self.prepared(self.samples.images_of(sequence))
         if visit is None or self.augment is None:

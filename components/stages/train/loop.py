@@ -29,6 +29,7 @@ from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_train
 from m3diff.records.errors import Fault, cause_of, format_count
 from m3diff.records.files import write_atomic
 from m3diff.records.sample import PAIR
+from m3diff.records.schemas import RETENTION
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, engine, state
@@ -169,7 +170,7 @@ class Training:
         for split, samples in samples_by_split.items():
             check_samples(samples, split, job.model.family, self.family.takes, self.processor, cfg.max_tokens)
         # Otherwise, predict would refuse these samples after the training
-        for split in ("test", "retention"):
+        for split in ("test", RETENTION):
             samples = batches.read_samples(job.mixture / split)
             check_samples(samples, split, job.model.family, self.family.takes, self.processor)
         # The validation split has the question of evaluation, and the training split may have several wordings of it
@@ -275,7 +276,7 @@ class Training:
             )
         return lengths
 
-    def _marks_of_sequence(self, sequence: batches.Sequence) -> tuple[str, ...]:
+    def _marks_of_sequence(self, sequence: batches.SampleRows) -> tuple[str, ...]:
         """Return the marks of the images of a sequence. The images are prepared only if the marks depend on them."""
         if self.family.takes.fixed_marks:
             return self.processor.marks(len(self.schedule.samples.images_of(sequence)))
