@@ -304,6 +304,15 @@ class ChatTemplateProcessor:
         self._refuse_reserved_texts(text)
         return [*self.tokenizer(self.lead + text, add_special_tokens=False)["input_ids"], self.end_id]
 
+    def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return which tokens belong to images, [B, tokens], under the processor's own name for this argument.
+
+        Empty if the processor returns no such argument.
+        """
+        if self.token_type_name is None:
+            return {}
+        return {self.token_type_name: torch.tensor(self.processor.create_mm_token_type_ids(input_ids.tolist()))}
+
     def decode(self, tokens: Tensor) -> list[str]:
         """Decode generated token ids, [B, tokens], into texts without special tokens and surrounding whitespace."""
         return [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]

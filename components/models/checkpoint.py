@@ -363,7 +363,8 @@ def _fits_on_base(model: Any, family: Family) -> bool:
     They are enough if training changed only the adapters of the parts that can have adapters. The other weights of
     these parts are then equal to the base's weights.
     """
-    return all(is_adapter(name) or family.part_of(name) not in family.lora_targets for name in trainable_names(model))
+    targets = family.adapter_targets(unwrap_model(model))
+    return all(is_adapter(name) or family.part_of(name) not in targets for name in trainable_names(model))
 
 
 def _require_all_weights(model: Any, folder: Path) -> None:
@@ -496,7 +497,7 @@ def load_base_of_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[Any, Proc
     base = _find_base(folder, manifest, path)
     with convert_loading_errors(base):
         model = family.load(base, dtype)
-        return model, family.load_processor(base, model.config), family
+        return model, family.load_processor_of_base(folder, base, model.config), family
 
 
 def load_processor(folder: Path) -> Processor:
@@ -564,6 +565,8 @@ def _check_model_type(path: Path, name: str, family: Family) -> None:
     """Raise CheckpointError if the manifest's family does not support the `model_type` in config.json."""
     _check_file(path)
     config = json.loads(path.read_bytes())
+    if not family.model_types:
+        return
     model_type = config.get("model_type", family.model_types[0]) if isinstance(config, dict) else None
     if model_type not in family.model_types:
         raise CheckpointError(

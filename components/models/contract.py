@@ -98,6 +98,12 @@ class Processor(Protocol):
             ValueFault: a text contains a mark.
         """
 
+    def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of the model that have one value per token besides the ids, [B, tokens].
+
+        An example is which tokens belong to images. Empty if the model takes no such argument.
+        """
+
     def encode_answer(self, text: str) -> list[int]:
         """Return the token ids of an answer, including the end token."""
 

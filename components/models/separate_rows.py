@@ -21,6 +21,7 @@ from torch import Tensor
 
 from m3diff.models.contract import Processor, TrainingSequence
 from m3diff.models.device import Device
+from m3diff.models.fused import require_fused_attention
 from m3diff.records.sample import PAIR
 
 
@@ -100,6 +101,7 @@ class SeparateRows:
         )
         return batch.map_tensors(device.pin)
 
+    @require_fused_attention()
     def logits(self, model: Any, batch: SeparateBatch, processor: Processor, device: Device) -> Tensor:
         """Return the logits of the supervised tokens; see `Packing.logits`."""
         kept_tokens = batch.kept_tokens
@@ -110,6 +112,7 @@ class SeparateRows:
             tokens=batch.input_ids,
             logits_to_keep=kept_tokens,
             use_cache=False,
+            **{name: device.move(types) for name, types in processor.token_types(batch.input_ids).items()},
             **processor.image_inputs(batch.images, device.torch),
         )
         return output.logits[device.move(batch.supervised[:, -kept_tokens:])]

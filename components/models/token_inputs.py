@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from m3diff.models.auto_processor import ChatTemplateProcessor
 
 
-def token_types(processor: ChatTemplateProcessor, ids: Sequence[int]) -> dict[str, Tensor]:
-    """Return which tokens of a sequence belong to images, [1, T], under the processor's own name for this input.
-
-    Empty if the processor returns no such input.
-    """
-    if processor.token_type_name is None:
-        return {}
-    return {processor.token_type_name: torch.tensor(processor.processor.create_mm_token_type_ids([list(ids)]))}
-
-
 def position_ids(
     processor: ChatTemplateProcessor, model: Any, ids: Sequence[int], images: Mapping[str, Tensor]
 ) -> Tensor:
@@ -45,7 +35,8 @@ def position_ids(
     inner_model = getattr(bare_model, "model", bare_model)
     if not hasattr(inner_model, "get_rope_index"):
         return torch.arange(len(ids))[None]
-    inputs = {"input_ids": torch.tensor([list(ids)]), **token_types(processor, ids), **images}
+    input_ids = torch.tensor([list(ids)])
+    inputs = {"input_ids": input_ids, **processor.token_types(input_ids), **images}
     names = inspect.signature(inner_model.get_rope_index).parameters
     positions, _ = inner_model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})
     return positions
