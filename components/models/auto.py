@@ -164,7 +164,7 @@ def load_stock_model(folder: Path, dtype: Any) -> Any:
     config = FAMILY.planned_config(folder, None)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or config.is_encoder_decoder:
         raise not_a_vlm(folder)
-    model, info = AutoModelForImageTextToText.from_pretrained(
+    model_and_info: Any = AutoModelForImageTextToText.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="sdpa",
@@ -172,6 +172,7 @@ def load_stock_model(folder: Path, dtype: Any) -> Any:
         trust_remote_code=False,
         output_loading_info=True,
     )
+    model, info = model_and_info
     unusable_names = sorted(str(name) for name in {*info["missing_keys"], *info["mismatched_keys"]})
     if unusable_names:
         names = unusable_names[:MAX_EXAMPLES]

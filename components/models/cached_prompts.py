@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from os.path import commonprefix
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -343,11 +343,12 @@ def repeat_cache(cache: DynamicCache, rows: Tensor) -> None:
     for layer in cache.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for number, states in layer.conv_states.items():
-                if states is not None:
-                    layer.conv_states[number] = last_states(states, layer.conv_kernel_size[number])
+                size = layer.conv_kernel_size[number]
+                if states is not None and size is not None:
+                    layer.conv_states[number] = last_states(states, size)
             # transformers would overwrite the states in place, but the backward pass still needs them
-            layer.update_recurrent_state = keep_states
-    cache.reorder_cache(rows)
+            layer.update_recurrent_state = keep_states  # type: ignore[method-assign,assignment]
+    cache.reorder_cache(cast(torch.LongTensor, rows))
 
 
 def last_states(states: Tensor, size: int) -> Tensor:
