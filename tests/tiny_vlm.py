@@ -21,6 +21,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
+from transformers.processing_utils import ImagesKwargs
 
 from m3diff.datasets.minichange.language import references
 from m3diff.datasets.minichange.render import render
@@ -65,7 +66,11 @@ THINKING = (
     "{% if enable_thinking is defined and enable_thinking is false %}{{'<think>\n\n</think>\n\n'}}"
     "{% else %}{{'<think>\n'}}{% endif %}"
 )
-QWEN_THINKING_TEMPLATE = QWEN_TEMPLATE.removesuffix("{% endif %}") + THINKING + "{% endif %}"
+# The last answer has an empty thought, and earlier answers have none
+QWEN_THINKING_TEMPLATE = (QWEN_TEMPLATE.removesuffix("{% endif %}") + THINKING + "{% endif %}").replace(
+    "{% if m.content is string %}",
+    "{% if m.role=='assistant' and loop.last %}{{'<think>\n\n</think>\n\n'}}{% endif %}{% if m.content is string %}",
+)
 SMOLVLM_TEMPLATE = (
     "<|im_start|>{% for m in messages %}{{m.role|capitalize}}"
     "{% if m.content[0]['type']=='image' %}{{':'}}{% else %}{{': '}}{% endif %}"
@@ -584,10 +589,17 @@ def write_processor(base: TinyBase, folder: Path) -> None:
 # A stand-in for the image processor of LFM2-VL, which needs torchvision
 
 
+class Lfm2VlArguments(ImagesKwargs, total=False):
+    """The arguments of the image processor that the processor passes to it."""
+
+    return_row_col_info: bool
+
+
 class Lfm2VlPatches(BaseImageProcessor):
     """Resizes each image to 64 x 64 pixels and cuts it into 64 patches, for the inputs of LFM2-VL."""
 
     model_input_names = ["pixel_values", "pixel_attention_mask", "spatial_shapes"]
+    valid_kwargs = Lfm2VlArguments
     side = 64
     encoder_patch_size = 8
     tile_size = 64

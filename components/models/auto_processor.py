@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
+from transformers import ProcessorMixin
 
 from m3diff.models.foreign_code import read_json
 from m3diff.models.image_scales import ImageSize, measured_copy, pixels_after_resize, recorded_resizes
@@ -74,7 +75,7 @@ class ChatTemplateProcessor:
         self.template = dict(template or {})
         self.one_grid = one_grid
         self.image_token_id = image_token_id
-        self.image_token: str = self.processor.image_token
+        self.image_token = self._find_image_token()
         self._measured = measured_copy(self.processor)
         self._check_template_arguments()
         probe = self._probe_images()
@@ -202,14 +203,17 @@ class ChatTemplateProcessor:
 
     def _largest_size(self) -> ImageSize:
         """Return the size of the smallest image that has the largest number of tokens."""
-        sizes = []
-        for ratio in range(8, 33):  # eighths: from square to four times as long as wide
-            for exponent in range(10, 27):
-                short_side = round(2 ** (exponent / 2))  # 32 to 8192 pixels, divided by the ratio
-                sizes.append(ImageSize(short_side, short_side * ratio // 8))
-                sizes.append(ImageSize(short_side * ratio // 8, short_side))
-        # transformers offers this function to vLLM
-        counts = self.processor._get_num_multimodal_tokens(image_sizes=[list(size) for size in sizes]).num_image_tokens
+        # transformers offers this function to vLLM, but not for every processor
+        count_tokens = getattr(self.processor, "_get_num_multimodal_tokens", None)
+        if count_tokens is not None:
+            sizes = candidate_sizes(ratios=[number / 8 for number in range(8, 33)], areas=range(10, 27))
+            counts = count_tokens(image_sizes=[list(size) for size in sizes]).num_image_tokens
+        else:
+            sizes = candidate_sizes(ratios=[1, 1.5, 2, 2.5, 4], areas=[22])
+            counts = []
+            for size in sizes:
+                (mark,) = self.prepare([Image.new("RGB", (size.width, size.height))]).marks
+                counts.append(len(self.tokenizer(mark, add_special_tokens=False)["input_ids"]))
         most_tokens = max(counts)
         largest_sizes = [size for size, count in zip(sizes, counts, strict=True) if count == most_tokens]
         return min(largest_sizes, key=lambda size: size.height * size.width)
@@ -322,6 +326,18 @@ class ChatTemplateProcessor:
         return list(ids).count(self.image_token_id)
 
     # Probes of the processor and its chat template
+
+    def _find_image_token(self) -> str:
+        """Return the text that stands for an image in a rendered chat template.
+
+        Raises:
+            DataError: the class of the processor does not say how it represents an image.
+        """
+        own_class = type(self.processor)
+        image_token = getattr(self.processor, "image_token", None)
+        if image_token is None or own_class.replace_image_token is ProcessorMixin.replace_image_token:
+            raise DataError("models.processor_without_replacements", path=self.folder, value=own_class.__name__)
+        return image_token
 
     def _probe_images(self) -> Any:
         """Return the processor's output for a pair of blank images.
@@ -441,6 +457,24 @@ def read_choices(folder: Path) -> dict[str, Any]:
     if choices["image_backend"] not in BACKENDS:
         raise DataError("models.wrong_choices", path=path)
     return choices
+
+
+def candidate_sizes(ratios: Iterable[float], areas: Iterable[int]) -> list[ImageSize]:
+    """Return image sizes with these ratios of the longer to the shorter side, high and wide.
+
+    Args:
+        ratios: the ratios, from 1.
+        areas: logarithms to base 2 of the number of pixels.
+    """
+    sizes = []
+    for ratio in ratios:
+        for area in areas:
+            short_side = round((2**area / ratio) ** 0.5)
+            long_side = round(short_side * ratio)
+            sizes.append(ImageSize(long_side, short_side))
+            if ratio > 1:
+                sizes.append(ImageSize(short_side, long_side))
+    return sizes
 
 
 def padding_of(name: str) -> int:

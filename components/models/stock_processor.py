@@ -51,6 +51,11 @@ class NoVideos(VideoProcessorMixin):
         super().__init__(**(configuration or {}))  # the attributes may be read by the processor
         self.configuration = configuration
 
+    def __getattr__(self, name: str) -> None:
+        # SmolVLM's processor reads the number of frames for every chat template, also for one without videos
+        if name.startswith("_"):
+            raise AttributeError(name)
+
     def __call__(self, videos: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # takes no images
         """Refuse the videos."""
         raise ValueFault("models.videos_not_taken")
@@ -151,6 +156,8 @@ def class_of_processor(folder: Path, configuration: Mapping[str, Any]) -> Any:
     if name is None and (folder / MODEL_CONFIG).is_file():
         name = PROCESSOR_MAPPING_NAMES.get(read_json(folder / MODEL_CONFIG).get("model_type"))
     processor_class: Any = processor_class_from_name(name) if isinstance(name, str) else None
+    if getattr(processor_class, "is_dummy", False):  # stands for a class that is defined only with torchvision
+        raise DataError("models.processor_needs_torchvision", path=folder, version=torch.__version__)
     if not hasattr(processor_class, "get_attributes") or "image_processor" not in processor_class.get_attributes():
         raise DataError("models.no_processor_of_images", path=folder, value=name, version=transformers.__version__)
     return processor_class
