@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import ProcessorMixin
 
 from m3diff.models.foreign_code import read_json
-from m3diff.models.image_scales import ImageSize, measured_copy, pixels_after_resize, recorded_resizes
+from m3diff.models.image_scales import ImageSize, measured_copy, recorded_resizes, scale_of
 from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor
 from m3diff.records.errors import DataError, ParamsError, ValueFault, cause_of
@@ -78,10 +78,9 @@ class ChatTemplateProcessor:
         self.image_token = self._find_image_token()
         self._measured = measured_copy(self.processor)
         self._check_template_arguments()
-        probe = self._probe_images()
-        self.token_type_name = self._find_token_type_name(probe)
         self.reserved_texts = self._find_reserved_texts()
         self._probe_template()
+        self.token_type_name = self._probe_images()
 
     # Loading and saving
 
@@ -144,12 +143,12 @@ class ChatTemplateProcessor:
         prepared, _ = self.prepare_with_scales(images)
         return prepared
 
-    def prepare_with_scales(self, images: Iterable[Image.Image]) -> tuple[Prepared, tuple[float, ...]]:
+    def prepare_with_scales(self, images: Iterable[Image.Image]) -> tuple[Prepared, tuple[float | None, ...]]:
         """Prepare the images of one image set, and return how much the processor enlarged or reduced each of them.
 
         Returns:
             the prepared images, and for each image the square root of its pixels after the resize divided by its pixels
-            before. A value below 1 means that the image was scaled down.
+            before. A value below 1 means that the image was scaled down. None if the size after the resize is unknown.
 
         Raises:
             ValueFault: see `prepare`.
@@ -162,32 +161,28 @@ class ChatTemplateProcessor:
             rgb_images[1] = rgb_images[1].resize(rgb_images[0].size, Image.Resampling.BICUBIC)
         sizes = [ImageSize(image.height, image.width) for image in rgb_images]
         with recorded_resizes() as resizes:
-            output = self._call(rgb_images)
-        (replacements,) = output["text_replacement_offsets"]
-        tensors = {name: value for name, value in output.items() if self._is_image_input(name, value)}
-        marks = tuple(replacement["replacement"] for replacement in replacements)
+            output = self._call(rgb_images, self.image_token * len(rgb_images))
+        tensors = {name: value for name, value in output.items() if is_image_input(name, value)}
         scales = []
         for original_size, size in zip(original_sizes, sizes, strict=True):
-            pixels = pixels_after_resize(size, resizes)
-            scales.append((pixels / (original_size.height * original_size.width)) ** 0.5)
-        return Prepared(tensors, marks), tuple(scales)
+            scale = scale_of(size, resizes)
+            share = (size.height * size.width) / (original_size.height * original_size.width)
+            scales.append(None if scale is None else scale * share**0.5)
+        return Prepared(tensors, marks_of(output)), tuple(scales)
 
-    def _call(self, images: list[Image.Image]) -> Any:
-        """Call the processor on images and one placeholder for each of them."""
+    def _call(self, images: list[Image.Image], text: str, **text_arguments: Any) -> Any:
+        """Call the processor on images and a text that contains `image_token` for each of them."""
         try:
             return self._measured(
-                text=[self.image_token * len(images)],
+                text=[text],
                 images=[images],
                 return_tensors="pt",
                 return_text_replacement_offsets=True,
+                **text_arguments,
             )
         except (ValueError, ArithmeticError) as error:
             sizes = [f"{image.width} x {image.height}" for image in images]
             raise ValueFault("models.image_without_grid", value=sizes, cause=cause_of(error)) from error
-
-    @staticmethod
-    def _is_image_input(name: str, value: Any) -> bool:
-        return isinstance(value, Tensor) and name not in TOKEN_INPUTS
 
     def blank_pair(self) -> Prepared:
         """Return a prepared pair of small black images."""
@@ -339,31 +334,32 @@ class ChatTemplateProcessor:
             raise DataError("models.processor_without_replacements", path=self.folder, value=own_class.__name__)
         return image_token
 
-    def _probe_images(self) -> Any:
-        """Return the processor's output for a pair of blank images.
+    def _probe_images(self) -> str | None:
+        """Compare the processor's own call for a question about a pair with `encode_prompt`.
+
+        Returns:
+            the name under which the processor says which tokens belong to images, or None.
 
         Raises:
-            DataError: the tokenizer has no image token, or the processor uses another image token than the model.
+            DataError: the tokenizer has no image token, the processor uses another image token than the model, or it
+                changes a prompt in another way than by replacing each image token.
         """
-        vocabulary = self.tokenizer.get_vocab()
-        if self.image_token not in vocabulary:
+        if self.image_token not in self.tokenizer.get_vocab():
             raise DataError("models.tokenizer_without_image_token", path=self.folder, value=self.image_token)
-        output = self._call([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))] * PAIR)
-        if self.image_token_id not in output["input_ids"][0].tolist():
+        turns = (Turn("question"),)
+        text = self.render_prompt(turns, PAIR)
+        special_tokens = {} if self._adds_special_tokens(text) else {"add_special_tokens": False}
+        output = self._call([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))] * PAIR, text, **special_tokens)
+        ids = output["input_ids"][0].tolist()
+        if self.image_token_id not in ids:
+            expected_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
             raise DataError(
-                "models.processor_of_other_model",
-                path=self.folder,
-                value=self.image_token,
-                expected=self.tokenizer.convert_ids_to_tokens(self.image_token_id),
+                "models.processor_of_other_model", path=self.folder, value=self.image_token, expected=expected_token
             )
-        return output
-
-    def _find_token_type_name(self, output: Mapping[str, Any]) -> str | None:
-        """Return the name under which the processor says which tokens belong to images.
-
-        Tokenizers may return an input of the same name, in which all values are 0.
-        """
+        if self.encode_prompt(turns, marks_of(output)) != tuple(ids):
+            raise DataError("models.processor_changes_prompts", path=self.folder, value=type(self.processor).__name__)
         for name in TOKEN_TYPES:
+            # tokenizers may return an input of the same name, in which all values are 0
             if name in output and output[name].any():
                 return name
         return None
@@ -457,6 +453,17 @@ def read_choices(folder: Path) -> dict[str, Any]:
     if choices["image_backend"] not in BACKENDS:
         raise DataError("models.wrong_choices", path=path)
     return choices
+
+
+def is_image_input(name: str, value: Any) -> bool:
+    """Return whether an output of a processor belongs to the images."""
+    return isinstance(value, Tensor) and name not in TOKEN_INPUTS
+
+
+def marks_of(output: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts by which a processor replaced the image tokens of one prompt."""
+    (replacements,) = output["text_replacement_offsets"]
+    return tuple(replacement["replacement"] for replacement in replacements)
 
 
 def candidate_sizes(ratios: Iterable[float], areas: Iterable[int]) -> list[ImageSize]:

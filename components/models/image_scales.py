@@ -76,18 +76,23 @@ def _recording(method: Any) -> Any:
     return record
 
 
-def pixels_after_resize(size: ImageSize, resizes: Sequence[Resize]) -> int:
-    """Return the number of pixels of the largest version of an image that the model sees.
+def scale_of(size: ImageSize, resizes: Sequence[Resize]) -> float | None:
+    """Return the square root of an image's pixels after the resizes, divided by its pixels before.
+
+    If a processor makes several versions of an image, such as tiles and a thumbnail, the largest counts.
 
     Args:
         size: size of the image.
         resizes: the resizes of all images of the image set.
+
+    Returns:
+        the scale, or None if no resize of the image was recorded.
     """
     longest_side = max(size)
     square = ImageSize(longest_side, longest_side)  # some processors pad an image to a square first
-    shares = []
+    scales = []
     for resize in resizes:
         if resize.before in (size, square):
-            scale = (resize.after.height * resize.after.width) / (resize.before.height * resize.before.width)
-            shares.append(scale)
-    return round(max(shares, default=1) * size.height * size.width)
+            share = (resize.after.height * resize.after.width) / (resize.before.height * resize.before.width)
+            scales.append(share**0.5)
+    return max(scales, default=None)

@@ -266,6 +266,18 @@ def test_a_large_image_is_scaled_down_and_a_small_one_is_not(load: Load, name: s
     assert scales[1] >= 1
 
 
+def test_the_scale_of_an_image_that_gets_the_grid_of_another_includes_both_resizes(load: Load) -> None:
+    processor = load("qwen3_vl", one_grid=True)
+    prepared, scales = processor.prepare_with_scales([noise_image(1, (64, 64)), noise_image(2, (128, 128))])
+    assert prepared.tensors["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 4]]
+    assert scales == (1, 0.5)
+
+
+def test_the_scale_is_unknown_if_the_processor_resizes_without_its_methods(load: Load) -> None:
+    _, scales = load("lfm2_vl").prepare_with_scales([noise_image(1, (128, 128))])
+    assert scales == (None,)
+
+
 def test_the_scale_is_that_of_the_grid(qwen: ChatTemplateProcessor) -> None:
     prepared, (scale,) = qwen.prepare_with_scales([noise_image(1, (400, 300))])
     _, rows, columns = prepared.tensors["image_grid_thw"][0].tolist()
@@ -562,3 +574,14 @@ def test_a_class_of_processors_that_needs_torchvision_says_so(tmp_path: Path) ->
     (tmp_path / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}')
     with raises(DataError, "models.processor_needs_torchvision", path=tmp_path, version=torch.__version__):
         StockProcessor.of_folder(tmp_path)
+
+
+def test_a_processor_that_changes_prompts_is_refused(load: Load, base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_method = transformers.Qwen3VLProcessor.get_text_with_replacements
+
+    def add_newline(self: Any, text: list[str], *arguments: Any, **named: Any) -> Any:
+        return own_method(self, [prompt + "\n" for prompt in text], *arguments, **named)
+
+    monkeypatch.setattr(transformers.Qwen3VLProcessor, "get_text_with_replacements", add_newline)
+    with raises(DataError, "models.processor_changes_prompts", path=base("qwen3_vl"), value="Qwen3VLProcessor"):
+        load("qwen3_vl")
