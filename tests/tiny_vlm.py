@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.processing_utils import ImagesKwargs
@@ -193,6 +193,10 @@ def train_tokenizer(
     attributes: dict[str, Any] = {"eos_token": eos, "pad_token": pad}
     if bos is not None:
         attributes["bos_token"] = bos
+        # as in the published tokenizers: a text gets the token unless `add_special_tokens` is False
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
     if named_tokens:
         attributes["extra_special_tokens"] = named_tokens
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **attributes)

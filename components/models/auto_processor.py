@@ -22,6 +22,7 @@ from transformers import ProcessorMixin
 
 from m3diff.models.foreign_code import read_json
 from m3diff.models.image_scales import ImageSize, measured_copy, recorded_resizes, scale_of
+from m3diff.models.largest_marks import largest_marks
 from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor
 from m3diff.records.errors import DataError, ParamsError, ValueFault, cause_of
@@ -193,25 +194,17 @@ class ChatTemplateProcessor:
         """Return the marks of an image set with this number of images that have the largest number of tokens."""
         if not images:
             return ()
-        size = self._largest_size()
-        return self.prepare([Image.new("RGB", (size.width, size.height))] * images).marks
-
-    def _largest_size(self) -> ImageSize:
-        """Return the size of the smallest image that has the largest number of tokens."""
         # transformers offers this function to vLLM, but not for every processor
-        count_tokens = getattr(self.processor, "_get_num_multimodal_tokens", None)
-        if count_tokens is not None:
-            sizes = candidate_sizes(ratios=[number / 8 for number in range(8, 33)], areas=range(10, 27))
-            counts = count_tokens(image_sizes=[list(size) for size in sizes]).num_image_tokens
-        else:
-            sizes = candidate_sizes(ratios=[1, 1.5, 2, 2.5, 4], areas=[22])
-            counts = []
-            for size in sizes:
-                (mark,) = self.prepare([Image.new("RGB", (size.width, size.height))]).marks
-                counts.append(len(self.tokenizer(mark, add_special_tokens=False)["input_ids"]))
-        most_tokens = max(counts)
-        largest_sizes = [size for size, count in zip(sizes, counts, strict=True) if count == most_tokens]
-        return min(largest_sizes, key=lambda size: size.height * size.width)
+        own_count: Any = getattr(self.processor, "_get_num_multimodal_tokens", None)
+
+        def count_tokens(sizes: list[ImageSize]) -> list[int]:
+            return own_count(image_sizes=[list(size) for size in sizes]).num_image_tokens
+
+        return largest_marks(
+            make_marks=lambda size: self.prepare([Image.new("RGB", (size.width, size.height))] * images).marks,
+            count_tokens=None if own_count is None else count_tokens,
+            image_token=self.tokenizer.convert_ids_to_tokens(self.image_token_id),
+        )
 
     def collate(self, prepared: Sequence[Prepared]) -> dict[str, Tensor]:
         """Concatenate the tensors of several image sets along the first dimension, as the processor's own call does.
@@ -464,24 +457,6 @@ def marks_of(output: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the texts by which a processor replaced the image tokens of one prompt."""
     (replacements,) = output["text_replacement_offsets"]
     return tuple(replacement["replacement"] for replacement in replacements)
-
-
-def candidate_sizes(ratios: Iterable[float], areas: Iterable[int]) -> list[ImageSize]:
-    """Return image sizes with these ratios of the longer to the shorter side, high and wide.
-
-    Args:
-        ratios: the ratios, from 1.
-        areas: logarithms to base 2 of the number of pixels.
-    """
-    sizes = []
-    for ratio in ratios:
-        for area in areas:
-            short_side = round((2**area / ratio) ** 0.5)
-            long_side = round(short_side * ratio)
-            sizes.append(ImageSize(long_side, short_side))
-            if ratio > 1:
-                sizes.append(ImageSize(short_side, long_side))
-    return sizes
 
 
 def padding_of(name: str) -> int:

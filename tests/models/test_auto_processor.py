@@ -14,6 +14,7 @@ from transformers.models.smolvlm import processing_smolvlm
 from transformers.utils import is_num2words_available, is_torchvision_available
 
 from m3diff.models.auto_processor import CHOICES, TOKEN_INPUTS, TOKEN_TYPES, ChatTemplateProcessor
+from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor
 from m3diff.models.token_inputs import position_ids, token_types
 from m3diff.records.errors import DataError, ParamsError, ValueFault
@@ -24,6 +25,7 @@ from tests.tiers import slow_except
 from tests.tiny import noise_image
 from tests.tiny_vlm import (
     BASES,
+    QWEN_TEMPLATE,
     QWEN_THINKING_TEMPLATE,
     TEMPLATES,
     lfm2_vl_processor,
@@ -208,6 +210,16 @@ def test_image_sets_of_other_sizes_and_counts_are_collated_as_by_the_processor(l
     assert_equal_tensors(collated, image_tensors(dict(expected)))
 
 
+@pytest.mark.parametrize(("name", "padding"), [("pixel_values", 0), ("image_position_ids", -1)])
+def test_tensors_of_other_sizes_are_padded_at_the_end(qwen: ChatTemplateProcessor, name: str, padding: int) -> None:
+    small = Prepared({name: torch.ones(1, 2, 1, dtype=torch.int64)}, ("mark",))
+    large = Prepared({name: torch.ones(2, 1, 3, dtype=torch.int64)}, ("mark", "mark"))
+    collated = qwen.collate([small, large])[name]
+    assert collated[0].tolist() == [[1, padding, padding], [1, padding, padding]]
+    assert collated[1].tolist() == [[1, 1, 1], [padding, padding, padding]]
+    assert collated.shape == (3, 2, 3)
+
+
 def test_image_sets_without_images_are_left_out_of_a_batch(qwen: ChatTemplateProcessor) -> None:
     pair = qwen.prepare(minichange_pairs()[0].images)
     text = qwen.prepare(())
@@ -235,6 +247,21 @@ def test_no_image_has_more_tokens_than_the_largest_marks(load: Load, name: str) 
         for width, height in ((8, 8), (64, 64), (90, 30), (40, 160), (300, 220), (150, 1000)):
             prepared = processor.prepare([noise_image(1, (width, height))] * images)
             assert len(processor.encode_prompt((Turn(QUESTION),), prepared.marks)) <= most_tokens
+
+
+def test_the_largest_marks_are_made_from_small_images(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 16_777_216  # that of the published processor
+    processor = load("qwen3_vl", settings={"max_pixels": limit})
+    sizes = []
+    own_prepare = processor.prepare
+
+    def prepare(images: list[Image.Image]) -> Any:
+        sizes.extend(image.size for image in images)
+        return own_prepare(images)
+
+    monkeypatch.setattr(processor, "prepare", prepare)
+    assert processor.marks(2) == ("<|image_pad|>" * (limit // 32**2),) * 2
+    assert max(width * height for width, height in sizes) < 100_000
 
 
 @pytest.mark.parametrize("name", EVERY_BASE)
@@ -317,6 +344,16 @@ def test_a_prompt_with_its_answer_is_the_dialogue_of_the_template(load: Load, na
     if name == "llava_onevision":  # its template asks otherwise than it writes an answer
         rendered = rendered.replace("assistant \n", "assistant\n")
     assert text == rendered.rstrip("\n")
+
+
+def test_what_a_template_puts_before_an_answer_belongs_to_the_answer(load: Load, base: Base, tmp_path: Path) -> None:
+    folder = copied(base("qwen3_vl"), tmp_path / "base")
+    blank = "{{ ' ' if m.role == 'assistant' else '' }}"
+    template = QWEN_TEMPLATE.replace("{% if m.content is string %}", blank + "{% if m.content is string %}")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    processor = load("qwen3_vl", folder)
+    assert processor.tokenizer.decode(processor.encode_answer("yes")) == " yes<|im_end|>"
+    assert processor.decode(torch.tensor([processor.encode_answer("yes")])) == ["yes"]
 
 
 @pytest.mark.parametrize("name", EVERY_BASE)
