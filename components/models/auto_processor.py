@@ -334,22 +334,26 @@ class ChatTemplateProcessor:
             the name under which the processor says which tokens belong to images, or None.
 
         Raises:
-            DataError: the tokenizer has no image token, the processor uses another image token than the model, or it
-                changes a prompt in another way than by replacing each image token.
+            DataError: the tokenizer has no image token, or the processor fails, uses another image token than the
+                model, or changes a prompt in another way than by replacing each image token.
         """
         if self.image_token not in self.tokenizer.get_vocab():
             raise DataError("models.tokenizer_without_image_token", path=self.folder, value=self.image_token)
         turns = (Turn("question"),)
         text = self.render_prompt(turns, PAIR)
         special_tokens = {} if self._adds_special_tokens(text) else {"add_special_tokens": False}
-        output = self._call([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))] * PAIR, text, **special_tokens)
+        try:
+            output = self._call([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))] * PAIR, text, **special_tokens)
+            marks = marks_of(output)
+        except Exception as error:  # a processor raises errors of any class
+            raise DataError("models.processor_fails", path=self.folder, cause=cause_of(error)) from error
         ids = output["input_ids"][0].tolist()
         if self.image_token_id not in ids:
             expected_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
             raise DataError(
                 "models.processor_of_other_model", path=self.folder, value=self.image_token, expected=expected_token
             )
-        if self.encode_prompt(turns, marks_of(output)) != tuple(ids):
+        if self.encode_prompt(turns, marks) != tuple(ids):
             raise DataError("models.processor_changes_prompts", path=self.folder, value=type(self.processor).__name__)
         for name in TOKEN_TYPES:
             # tokenizers may return an input of the same name, in which all values are 0

@@ -78,12 +78,15 @@ def extended_marks(
     sizes show whether it does. Return None if it does not.
 
     Args:
-        smallest_sizes: for each number of tokens, the smallest size that has it, from small to large sizes.
+        smallest_sizes: for each number of tokens, the smallest size that has it, in the order of the sizes.
     """
-    (small_count, small_size), *others = smallest_sizes.items()
-    if not others:
+    counts = list(smallest_sizes)
+    small_count = counts[0]
+    small_size = smallest_sizes[small_count]
+    if len(counts) == 1:
         return make_marks(small_size)
-    larger_count, larger_size = others[0]
+    larger_count = counts[1]
+    larger_size = smallest_sizes[larger_count]
     extended = []
     for small_mark, larger_mark in zip(make_marks(small_size), make_marks(larger_size), strict=True):
         run = run_of(small_mark, image_token)

@@ -96,7 +96,7 @@ class StockProcessor:
             DataError: the processor cannot be loaded, for example because it needs torchvision.
             ParamsError: a setting is unknown or cannot be used.
         """
-        configuration = read_json(folder / PROCESSOR_CONFIG) if (folder / PROCESSOR_CONFIG).is_file() else {}
+        configuration = read_configuration(folder / PROCESSOR_CONFIG) or {}
         processor_class = class_of_processor(folder, configuration)
         if "audio_tokenizer" in configuration or (folder / AUDIO_TOKENIZER_CONFIG).is_file():
             # transformers would load this model from the location that the file gives
@@ -139,6 +139,20 @@ class StockProcessor:
             (folder / IMAGE_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
+def read_configuration(path: Path) -> dict[str, Any] | None:
+    """Return the content of a JSON file, or None if there is no such file.
+
+    Raises:
+        DataError: the file is not valid JSON, or is no object.
+    """
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DataError("models.not_json", path=path, cause="not an object")
+    return content
+
+
 def class_of_processor(folder: Path, configuration: Mapping[str, Any]) -> Any:
     """Return the class of a base's processor, from the same files and in the same order as transformers' AutoProcessor.
 
@@ -151,10 +165,11 @@ def class_of_processor(folder: Path, configuration: Mapping[str, Any]) -> Any:
     """
     name = configuration.get("processor_class")
     for file in (IMAGE_CONFIG, VIDEO_CONFIG, TOKENIZER_CONFIG, MODEL_CONFIG):
-        if name is None and (folder / file).is_file():
-            name = read_json(folder / file).get("processor_class")
-    if name is None and (folder / MODEL_CONFIG).is_file():
-        name = PROCESSOR_MAPPING_NAMES.get(read_json(folder / MODEL_CONFIG).get("model_type"))
+        if name is None:
+            name = (read_configuration(folder / file) or {}).get("processor_class")
+    if name is None:
+        model_config = read_configuration(folder / MODEL_CONFIG) or {}
+        name = PROCESSOR_MAPPING_NAMES.get(str(model_config.get("model_type")))
     processor_class: Any = processor_class_from_name(name) if isinstance(name, str) else None
     if getattr(processor_class, "is_dummy", False):  # stands for a class that is defined only with torchvision
         raise DataError("models.processor_needs_torchvision", path=folder, version=torch.__version__)
@@ -212,12 +227,10 @@ def check_settings(settings: Mapping[str, Any], image_processor: Any, processor_
 
 def video_configuration(folder: Path, configuration: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the configuration of the base's video processor, from the file that transformers would read it from."""
-    if "video_processor" in configuration:
-        return configuration["video_processor"]
-    for file in (VIDEO_CONFIG, IMAGE_CONFIG):
-        if (folder / file).is_file():
-            return read_json(folder / file)
-    return None
+    nested_configuration = configuration.get("video_processor")
+    if isinstance(nested_configuration, dict):
+        return nested_configuration
+    return read_configuration(folder / VIDEO_CONFIG) or read_configuration(folder / IMAGE_CONFIG)
 
 
 def load_other_part(folder: Path, part: str) -> Any:

@@ -185,11 +185,11 @@ def test_the_model_gives_the_logits_of_its_own_inputs_and_positions(load: Load, 
     prepared = processor.prepare(dialogue.images)
     ids = processor.encode_prompt(dialogue.turns, prepared.marks)
     images = processor.image_inputs(processor.collate([prepared]), CPU)
-    own = own_inputs(processor, dialogue)
+    inputs = own_inputs(processor, dialogue)
     if processor.token_type_name != "token_type_ids":
-        own.pop("token_type_ids", None)  # of the tiny tokenizer's class; not of the published tokenizers
+        inputs.pop("token_type_ids", None)  # of the tiny tokenizer's class; not of the published tokenizers
     with torch.no_grad():
-        expected = model(**own).logits
+        expected = model(**inputs).logits
         logits = model(
             input_ids=torch.tensor([ids]),
             position_ids=position_ids(processor, model, ids, images),
@@ -616,9 +616,26 @@ def test_a_class_of_processors_that_needs_torchvision_says_so(tmp_path: Path) ->
 def test_a_processor_that_changes_prompts_is_refused(load: Load, base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     own_method = transformers.Qwen3VLProcessor.get_text_with_replacements
 
-    def add_newline(self: Any, text: list[str], *arguments: Any, **named: Any) -> Any:
-        return own_method(self, [prompt + "\n" for prompt in text], *arguments, **named)
+    def add_newline(self: Any, text: list[str], *arguments: Any, **keywords: Any) -> Any:
+        return own_method(self, [prompt + "\n" for prompt in text], *arguments, **keywords)
 
     monkeypatch.setattr(transformers.Qwen3VLProcessor, "get_text_with_replacements", add_newline)
     with raises(DataError, "models.processor_changes_prompts", path=base("qwen3_vl"), value="Qwen3VLProcessor"):
         load("qwen3_vl")
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "video_preprocessor_config.json"])
+@pytest.mark.parametrize("content", ["[1]", "{", '"text"'])
+def test_a_damaged_configuration_is_refused(load: Load, base: Base, tmp_path: Path, file: str, content: str) -> None:
+    folder = copied(base("qwen3_vl"), tmp_path / "base")
+    (folder / file).write_text(content)
+    with raises(DataError, "models.not_json", path=folder / file):
+        load("qwen3_vl", folder)
+
+
+def test_a_processor_whose_settings_do_not_work_is_refused(load: Load, base: Base, tmp_path: Path) -> None:
+    folder = copied(base("qwen3_vl"), tmp_path / "base")
+    configuration = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(configuration | {"patch_size": 0}))
+    with raises(DataError, "models.processor_fails", path=folder):
+        load("qwen3_vl", folder)
