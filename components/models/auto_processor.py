@@ -161,8 +161,12 @@ class ChatTemplateProcessor:
         if self.one_grid and len(rgb_images) == PAIR and rgb_images[0].size != rgb_images[1].size:
             rgb_images[1] = rgb_images[1].resize(rgb_images[0].size, Image.Resampling.BICUBIC)
         sizes = [ImageSize(image.height, image.width) for image in rgb_images]
-        with recorded_resizes() as resizes:
-            output = self._call(rgb_images, self.image_token * len(rgb_images))
+        try:
+            with recorded_resizes() as resizes:
+                output = self._call(rgb_images, self.image_token * len(rgb_images))
+        except (ValueError, ArithmeticError) as error:
+            texts = [f"{size.width} x {size.height}" for size in sizes]
+            raise ValueFault("models.image_without_grid", value=texts, cause=cause_of(error)) from error
         tensors = {name: value for name, value in output.items() if is_image_input(name, value)}
         scales = []
         for original_size, size in zip(original_sizes, sizes, strict=True):
@@ -173,17 +177,9 @@ class ChatTemplateProcessor:
 
     def _call(self, images: list[Image.Image], text: str, **text_arguments: Any) -> Any:
         """Call the processor on images and a text that contains `image_token` for each of them."""
-        try:
-            return self._measured(
-                text=[text],
-                images=[images],
-                return_tensors="pt",
-                return_text_replacement_offsets=True,
-                **text_arguments,
-            )
-        except (ValueError, ArithmeticError) as error:
-            sizes = [f"{image.width} x {image.height}" for image in images]
-            raise ValueFault("models.image_without_grid", value=sizes, cause=cause_of(error)) from error
+        return self._measured(
+            text=[text], images=[images], return_tensors="pt", return_text_replacement_offsets=True, **text_arguments
+        )
 
     def blank_pair(self) -> Prepared:
         """Return a prepared pair of small black images."""
@@ -227,8 +223,8 @@ class ChatTemplateProcessor:
         The images come first, unless the questions contain IMAGE_MARK where an image belongs.
 
         Raises:
-            ValueFault: a text contains a token that stands for an image, or the questions have another number of marks
-                than there are images.
+            ValueFault: a text contains a token that stands for an image, the questions have another number of marks
+                than there are images, or the chat template puts all images first.
         """
         text = self.render_prompt(turns, len(marks))
         first_text, *following_texts = text.split(self.image_token) if marks else [text]
@@ -248,7 +244,9 @@ class ChatTemplateProcessor:
             ValueFault: see `encode_prompt`.
         """
         count = sum(turn.question.count(IMAGE_MARK) for turn in turns)
-        if count and (count != images or not self.places_images):
+        if count and not self.places_images:
+            raise ValueFault("models.template_puts_images_first", value=count)
+        if count and count != images:
             raise ValueFault("models.marks_without_images", value=count, expected=images)
         messages: list[dict[str, Any]] = []
         for turn in turns:

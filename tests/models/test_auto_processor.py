@@ -14,6 +14,8 @@ from transformers.models.smolvlm import processing_smolvlm
 from transformers.utils import is_num2words_available, is_torchvision_available
 
 from m3diff.models.auto_processor import CHOICES, TOKEN_INPUTS, TOKEN_TYPES, ChatTemplateProcessor
+from m3diff.models.conformity import missing_members_of
+from m3diff.models.contract import Processor
 from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor
 from m3diff.models.token_inputs import position_ids, token_types
@@ -154,6 +156,10 @@ def assert_equal_tensors(tensors: dict[str, torch.Tensor], expected: dict[str, t
         )
 
 
+def test_the_processor_has_all_members_of_the_protocol(qwen: ChatTemplateProcessor) -> None:
+    assert missing_members_of(qwen, Processor) == []
+
+
 # Prompts and images
 
 
@@ -164,7 +170,7 @@ def test_a_prompt_and_its_images_are_those_of_the_bases_own_processor(load: Load
     dialogue = dialogues()[case]
     prepared = processor.prepare(dialogue.images)
     if case == "marks in the text" and not processor.places_images:
-        with raises(ValueFault, "models.marks_without_images", value=2, expected=2):
+        with raises(ValueFault, "models.template_puts_images_first", value=2):
             processor.encode_prompt(dialogue.turns, prepared.marks)
         return
     expected = own_inputs(processor, dialogue)
