@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from m3diff.models import FAMILIES
-from m3diff.models.cached_prompts import CachedPrompts, UnitKind, make_units
+from m3diff.models import FAMILIES, cached_prompts
+from m3diff.models.cached_prompts import (
+    CachedPrompts,
+    Unit,
+    UnitKind,
+    make_units,
+    positions_of,
+    read_unit,
+    repeat_cache,
+)
 from m3diff.models.contract import TrainingSequence
 from m3diff.models.device import Device
 from m3diff.records.sample import Turn
@@ -36,13 +45,17 @@ def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return write
 
 
-def sequences_of(processor: Any) -> dict[str, list[TrainingSequence]]:
-    """Return micro-batches with all that a sequence may have. Their images are in fp64."""
+def sequences_of(processor: Any, double: bool = True) -> dict[str, list[TrainingSequence]]:
+    """Return micro-batches with all that a sequence may have.
+
+    Args:
+        double: whether the images are in fp64.
+    """
     pairs = [pair.images for pair in minichange_pairs()]
     questions = ("What changed?", "Is it blue now?", "What colour was the cube in the first image?")
 
     def sequence(images: Any, *dialogues: list[Turn]) -> TrainingSequence:
-        return training_sequence(processor, images, dialogues, double=True)
+        return training_sequence(processor, images, dialogues, double)
 
     def asked(question: str, answer: str) -> list[Turn]:
         return [Turn(question, answer)]
@@ -140,3 +153,58 @@ def test_text_alone_gives_the_vision_encoder_a_gradient_of_zero(base_folder: Cal
     gradients = [each.grad for name, each in model.named_parameters() if ".visual." in name and each.requires_grad]
     assert gradients
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def skip_reorder(cache: Any, rows: torch.Tensor) -> None:
+    """Leave the cache as it is."""
+
+
+def take_other_rows(cache: Any, rows: torch.Tensor) -> None:
+    """Let each branch continue from the prefix of another sequence."""
+    repeat_cache(cache, rows.roll(1))
+
+
+def overwrite_states(cache: Any, rows: torch.Tensor) -> None:
+    """Repeat the cache, but let transformers overwrite the states of linear attention in place."""
+    repeat_cache(cache, rows)
+    for layer in cache.layers:
+        vars(layer).pop("update_recurrent_state", None)
+
+
+def shift_positions(model: Any, unit: Unit, processor: Any, device: Device) -> tuple[Any, Any]:
+    """Number the tokens of branches one too high."""
+    prefix, branches = positions_of(model, unit, processor, device)
+    return prefix, {name: positions + 1 for name, positions in branches.items()}
+
+
+def drop_last_token(model: Any, unit: Unit, processor: Any, device: Device) -> torch.Tensor:
+    """Read a prefix without its last token."""
+    types = {name: (prefix[:, :-1], branch) for name, (prefix, branch) in unit.token_types.items()}
+    return read_unit(model, replace(unit, prefix_ids=unit.prefix_ids[:, :-1], token_types=types), processor, device)
+
+
+FAULTS = {
+    "cache not repeated": ("repeat_cache", skip_reorder, "qwen3_vl", "different questions"),
+    "wrong row": ("repeat_cache", take_other_rows, "qwen3_vl", "images of two sizes"),
+    "state overwritten": ("repeat_cache", overwrite_states, "qwen3_5", "one reference"),
+    "position off by one": ("positions_of", shift_positions, "qwen3_vl", "one reference"),
+    "last prompt token lost": ("read_unit", drop_last_token, "qwen3_vl", "one reference"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_exceeds_the_limits_of_the_check_before_a_run(
+    fault: str, base_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, faulty_function, base, batch = FAULTS[fault]
+    processor = load_processor(base, base_folder(base))
+    model = adapted_model(base, base_folder(base), random_adapters=False)
+    sequences = sequences_of(processor, double=False)[batch]
+    arguments = (model, sequences, CachedPrompts(), processor, FAMILIES["auto"], CPU)
+    assert not compare_with_separate_passes(*arguments).excesses()
+    monkeypatch.setattr(cached_prompts, name, faulty_function)
+    try:
+        excesses = compare_with_separate_passes(*arguments).excesses()
+    except RuntimeError:  # of torch, about shapes or about a state that was changed in place
+        return
+    assert excesses
