@@ -135,6 +135,7 @@ def compare_with_separate_passes(
         loss.backward()
         losses.append(loss.item())
 
+    take_gradients(model, family)  # of earlier steps
     passes = []
     for compute in (packed, lambda: apart(1), lambda: apart(-1)):
         losses.clear()
