@@ -198,6 +198,8 @@ class Plan(BasicPlan):
 def make_plan(run: Run, excluded_datasets: Sequence[str] = ()) -> Plan:
     """Calculate the plan of the fine-tuning. `plan_alignment` calculates the plan of the alignment.
 
+    The family must be able to count FLOPs.
+
     Args:
         excluded_datasets: datasets that are not counted. If the model has an alignment, the alignment's datasets are
             excluded instead.
@@ -311,8 +313,13 @@ def _sequence_figures(
         prompt_tokens=prompt_tokens,
         supervised_tokens=supervised_tokens,
         max_supervised_tokens=max_references * group.reference_tokens,
-        terms=family.count_flops(model, family, prompt_tokens + supervised_tokens, supervised_tokens, group.images),
+        terms=_count_flops(family, model, prompt_tokens + supervised_tokens, supervised_tokens, group.images),
     )
+
+
+def _count_flops(family: Family, model: Any, tokens: float, supervised_tokens: float, images: int) -> list[Term]:
+    assert family.count_flops is not None, "`plan_run` makes plans of families whose FLOPs cannot be counted"
+    return family.count_flops(model, family, tokens, supervised_tokens, images)
 
 
 def mean_terms(figures: Sequence[SequenceFigures]) -> list[Term]:
@@ -357,7 +364,7 @@ def _activations_gb(run: Run, model: Any, sequence: SequenceFigures) -> dict[str
 def _caption_flops(family: Family, model: Any, figures: Sequence[SequenceFigures]) -> float:
     pairs = [sequence for sequence in figures if sequence.images == PAIR]
     sequence = max(pairs or figures, key=lambda sequence: sequence.sequences)
-    terms = family.count_flops(model, family, sequence.prompt_tokens, 1, sequence.images)
+    terms = _count_flops(family, model, sequence.prompt_tokens, 1, sequence.images)
     return sum(term.forward for term in terms if term.name != ADAPTERS)
 
 
