@@ -1,5 +1,7 @@
 """Check a machine and its data before a long run: disk, memory, GPUs, Java, SPICE, MLflow and test pairs."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import subprocess

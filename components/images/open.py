@@ -84,20 +84,25 @@ def read_image_size(path: str | Path) -> ImageSize:
     """Return the size of the upright image in a file, from the file's header.
 
     Raises:
-        ImageError: the file is not an image in a supported format.
-        OSError: the file cannot be read.
+        ImageError: the file cannot be read, or is not an image in a supported format.
     """
     from PIL import Image, UnidentifiedImageError
 
     Image.init()
     image: Image.Image
     try:
-        image = Image.open(path, formats=[kind for kind in FORMATS if kind in Image.OPEN])
-    except UnidentifiedImageError:
-        image = open_image(Path(path).read_bytes())  # may need a plugin
-    with image:
-        size = ImageSize(*image.size)
-        is_turned = image.getexif().get(ORIENTATION) in TURNED_ORIENTATIONS
+        try:
+            image = Image.open(path, formats=[kind for kind in FORMATS if kind in Image.OPEN])
+        except UnidentifiedImageError:
+            image = open_image(Path(path).read_bytes())  # may need a plugin
+        with image:
+            size = ImageSize(*image.size)
+            # the method of PNG files would decode the pixels to find an orientation behind them
+            is_turned = Image.Image.getexif(image).get(ORIENTATION) in TURNED_ORIENTATIONS
+    except ImageError as error:
+        raise ImageError(error.fault.at(path=str(path))) from error
+    except Exception as error:  # see `load_image`
+        raise ImageError("images.unreadable", path=str(path), cause=repr(error)) from error
     return ImageSize(size.height, size.width) if is_turned else size
 
 

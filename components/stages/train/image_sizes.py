@@ -50,7 +50,7 @@ def read_sizes(samples: Samples) -> dict[str, ImageSize]:
     def read(path: str) -> ImageSize | None:
         try:
             return read_image_size(path)
-        except (ImageError, OSError):
+        except ImageError:
             return None
 
     uris = samples.table["images"].explode().struct.field("uri").drop_nulls().unique(maintain_order=True).to_list()
