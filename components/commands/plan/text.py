@@ -157,8 +157,9 @@ def _packing_line(plan: BasicPlan, tokens: MeasuredTokens | None) -> str:
         folder = plan.run.mixture if has_base(plan.train.base) else plan.train.base
         return f"  packed by the model's own cache: tokens unknown, because there is {missing} in {folder}; {remedy}"
     times = tokens.separate_tokens / tokens.packed_tokens
+    packed_tokens = format_count(round(tokens.packed_tokens), "token")
     return (
-        f"  packed by the model's own cache: {round(tokens.packed_tokens):,} tokens per sequence in place of "
+        f"  packed by the model's own cache: {packed_tokens} per sequence in place of "
         f"{round(tokens.separate_tokens):,} with separate samples ({times:.1f} times fewer), of which "
         f"{round(tokens.image_tokens):,} are visual; measured on {format_count(tokens.sequences, 'image set')}"
     )

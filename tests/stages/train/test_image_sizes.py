@@ -93,7 +93,7 @@ def test_only_headers_are_read_and_equal_sizes_are_prepared_once(tmp_path, proce
     rows = rows_by_sizes(samples, read_sizes(samples))
     limit = count_longest_branch(processor, samples.turns(3), processor.marks(2)) - 1
     assert find_longest_sample(samples, rows, processor, limit)
-    assert prepared_sizes == [(ImageSize(*LARGE),) * 2]
+    assert prepared_sizes == [(ImageSize(*LARGE),) * 2, (ImageSize(*SMALL),) * 2]
 
 
 def test_the_marks_of_a_size_beyond_those_that_were_tried_are_not_missed(tmp_path, processor, monkeypatch):
