@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from m3diff.models.contract import Packing, Processor, Takes
 from m3diff.models.decoding import decode_greedily
 from m3diff.models.family import Family
-from m3diff.models.foreign_code import CheckpointError, read_json, refuse_foreign_code
+from m3diff.models.foreign_code import SAFETENSORS, CheckpointError, read_json, refuse_foreign_code
 from m3diff.models.settings import Settings
+from m3diff.records.errors import Fault
 
 if TYPE_CHECKING:
     from m3diff.models.contract import Model
@@ -95,6 +96,18 @@ class AutoFamily(Family):
 
         check_processor(name, processor)
 
+    def check_base(self, folder: Path, settings: Settings) -> Processor:
+        """Check a base without loading its weights, and return its processor; see `Family.check_base`."""
+        import torch
+
+        config = stock_config(folder)
+        require_safetensors(folder)
+        processor = self.load_processor(folder, config, settings)
+        with torch.device("meta"):
+            model = self.build(config)
+        check_parts(self, model, folder)
+        return processor
+
     def build(self, config: Any) -> Any:
         """Return a new model with this configuration and freshly initialised weights."""
         from transformers import AutoModelForImageTextToText
@@ -152,6 +165,30 @@ class AutoFamily(Family):
             raise not_a_vlm(base) from error
 
 
+def stock_config(folder: Path) -> Any:
+    """Return the configuration of a model that transformers can load with AutoModelForImageTextToText.
+
+    Raises:
+        CheckpointError: there is no config.json, or transformers has no class for the model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    config = FAMILY.planned_config(folder, None)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or config.is_encoder_decoder:
+        raise not_a_vlm(folder)
+    return config
+
+
+def require_safetensors(folder: Path) -> None:
+    """Check that a folder contains weights.
+
+    Raises:
+        CheckpointError: there is no safetensors file.
+    """
+    if not any(folder.glob(f"*{SAFETENSORS}")):
+        raise CheckpointError("models.no_weights_of_base", path=folder)
+
+
 def load_stock_model(folder: Path, dtype: Any) -> Any:
     """Load a model with transformers' class for it, from safetensors files.
 
@@ -159,12 +196,10 @@ def load_stock_model(folder: Path, dtype: Any) -> Any:
         CheckpointError: transformers has no class for the model, or weights are missing or have the wrong shape.
     """
     from transformers import AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    config = FAMILY.planned_config(folder, None)
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or config.is_encoder_decoder:
-        raise not_a_vlm(folder)
-    model_and_info: Any = AutoModelForImageTextToText.from_pretrained(
+    stock_config(folder)
+    require_safetensors(folder)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation="sdpa",
@@ -172,7 +207,7 @@ def load_stock_model(folder: Path, dtype: Any) -> Any:
         trust_remote_code=False,
         output_loading_info=True,
     )
-    model, info = model_and_info
+    model, info = loaded
     unusable_names = sorted(str(name) for name in {*info["missing_keys"], *info["mismatched_keys"]})
     if unusable_names:
         names = unusable_names[:MAX_EXAMPLES]
@@ -209,6 +244,15 @@ def check_parts(family: AutoFamily, model: Any, folder: Path) -> None:
         raise CheckpointError("models.no_image_features", path=folder, value=type(model).__name__)
 
 
+def setting_faults(settings: AutoSettings, base: Mapping[str, Any] | None) -> list[Fault]:
+    """Return a fault if the settings have an alignment.
+
+    An alignment trains new parts before the fine-tuning, and this family has none. The adapters that it would train
+    would be merged before the fine-tuning, so that the saved adapters could not restore the model from its base.
+    """
+    return [] if settings.align is None else [Fault("models.no_alignment_of_stock_model", field="align")]
+
+
 def classes() -> tuple[type[Model], type[Processor]]:
     """The family has no classes of its own, because each base has another class of model."""
     raise NotImplementedError("the family `auto` loads its models by `load`")
@@ -227,7 +271,7 @@ FAMILY = AutoFamily(
     lora_targets={},
     whole_parts_without_adapters=("vision", "projector", "llm"),
     classes=classes,
-    faults=lambda settings, base: [],
+    faults=setting_faults,
     unused_parameters=SOUND,
     takes=Takes(fixed_marks=False),
     packing=cached_prompts,

@@ -6,10 +6,12 @@ its answer are tokenised apart, so that several answers can follow one prompt.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +26,7 @@ from m3diff.models.foreign_code import read_json
 from m3diff.models.image_scales import ImageSize, measured_copy, recorded_resizes, scale_of
 from m3diff.models.largest_marks import largest_marks
 from m3diff.models.prepared import Prepared
-from m3diff.models.stock_processor import PIL, StockProcessor
+from m3diff.models.stock_processor import PIL, StockProcessor, known_settings
 from m3diff.records.errors import DataError, ParamsError, ValueFault, cause_of
 from m3diff.records.sample import IMAGE_MARK, PAIR, Turn
 
@@ -311,6 +313,38 @@ class ChatTemplateProcessor:
         """Return the number of tokens of a sequence that the model replaces by visual tokens."""
         return list(ids).count(self.image_token_id)
 
+    def settings_that_bound_tokens(self, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """Return the settings of the image processor that bound the resolution of these images, with their values.
+
+        Each setting is halved, and it is a bound if the images then have fewer tokens. No names of settings are known
+        here, because each base has its own.
+        """
+        rgb_images = [image.convert("RGB") for image in images]
+        tokens = self._count_tokens_with(rgb_images, {})
+        pixels = max(image.width * image.height for image in rgb_images)
+        bounds = {}
+        for name in known_settings(self.processor.image_processor):
+            value = getattr(self.processor.image_processor, name, None)
+            smaller_value = reduce_setting(name, value, pixels)
+            if smaller_value is None:
+                continue
+            try:
+                is_bound = self._count_tokens_with(rgb_images, {name: smaller_value}) < tokens
+            except Exception:  # a processor raises errors of any class for settings that do not fit together
+                continue
+            if is_bound:
+                bounds[name] = plain_setting(value)
+        return bounds
+
+    def _count_tokens_with(self, images: list[Image.Image], settings: dict[str, Any]) -> int:
+        """Return the number of visual tokens of an image set if the image processor has these settings."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of settings with a new name
+            output = self.processor(
+                text=[self.image_token * len(images)], images=[images], images_kwargs=settings, return_tensors="pt"
+            )
+        return self.count_image_tokens(output["input_ids"][0].tolist())
+
     # Probes of the processor and its chat template
 
     def _find_image_token(self) -> str:
@@ -459,6 +493,33 @@ def marks_of(output: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the texts by which a processor replaced the image tokens of one prompt."""
     (replacements,) = output["text_replacement_offsets"]
     return tuple(replacement["replacement"] for replacement in replacements)
+
+
+def plain_setting(value: Any) -> Any:
+    """Return the value of a setting of an image processor as a number, text, list or dictionary without None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # a `SizeDict`
+        return {name: number for name, number in dataclasses.asdict(value).items() if number is not None}
+    return value
+
+
+def reduce_setting(name: str, value: Any, pixels: int) -> Any:
+    """Return a smaller value of a setting of an image processor, or None if there is none.
+
+    Args:
+        pixels: number of pixels of an image, to choose a value for a maximum that is not set.
+    """
+    plain_value = plain_setting(value)
+    if name == "do_resize":
+        return None  # without it, an image keeps a size that the model may not take
+    if isinstance(plain_value, bool):
+        return False if plain_value else None
+    if isinstance(plain_value, int):
+        return plain_value // 2 if plain_value > 1 else None
+    if isinstance(plain_value, dict):
+        return {key: number // 2 for key, number in plain_value.items() if isinstance(number, int)} or None
+    if isinstance(plain_value, list | tuple):
+        return plain_value[: len(plain_value) // 2] or None
+    return pixels // 64 if plain_value is None and name.startswith("max_") else None
 
 
 def padding_of(name: str) -> int:

@@ -176,6 +176,18 @@ def shared_length(branches: Sequence[Branch]) -> int:
     return min(len(common_ids), *(branch.spans[0][0] - 1 for branch in branches))
 
 
+def count_packed_tokens(branches: Sequence[Branch], image_token_id: int) -> int:
+    """Return the number of tokens that are read for the branches of one sequence, without padding.
+
+    The last token of a branch, which is only a label, is counted as well.
+    """
+    lengths = [len(branch.ids) for branch in branches]
+    length = shared_length(branches)
+    if max(end_of_images(branch.ids, image_token_id) for branch in branches) > length:
+        return sum(lengths)
+    return sum(lengths) - length * (len(branches) - 1)
+
+
 def make_unit(kind: UnitKind, sequences: Sequence[TrainingSequence], length: int, processor: Any) -> Unit:
     """Return the unit of sequences, which are read together.
 

@@ -218,6 +218,22 @@ class Family:
 
         check_family(name, model, processor)
 
+    def check_base(self, folder: Path, settings: Settings) -> Processor | None:
+        """Check a base before its weights are loaded, as far as the family can.
+
+        Args:
+            folder: folder of the base.
+            settings: settings of the run.
+
+        Returns:
+            The processor of the run if the check has loaded it, otherwise None.
+
+        Raises:
+            DataError: the base cannot be trained.
+            ParamsError: a setting does not fit the base.
+        """
+        return None
+
     def build(self, config: Any) -> Any:
         """Return a new model with this configuration and freshly initialised weights."""
         model_class, _ = self.classes()

@@ -259,6 +259,7 @@ def check_models(params: Params) -> Iterator[Fault]:
     """Check that all entries in `models` are valid.
 
     The entry that `train.model` names must exist. If the base model exists, the entry must fit the base model.
+    Activation checkpointing must be possible for its family.
     """
     trained_model = params.train.model
     if trained_model not in params.models:
@@ -268,6 +269,15 @@ def check_models(params: Params) -> Iterator[Fault]:
         base_config = trained_base if name == trained_model else None
         for fault in FAMILIES[settings.family].faults(settings, base_config):
             yield prefix_key(f"models.{name}", fault)
+    checkpointing = params.compute.activation_checkpointing
+    family = params.models[trained_model].family if trained_model in params.models else None
+    if family is not None and checkpointing != "none" and not FAMILIES[family].recomputes_activations:
+        yield Fault(
+            "settings.cannot_recompute_activations",
+            key="compute.activation_checkpointing",
+            value=checkpointing,
+            family=family,
+        )
 
 
 def check_training(params: Params) -> Iterator[Fault]:

@@ -5,7 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from m3diff.commands.plan.workload import PROMPT_TOKENS, REFERENCE_TOKENS, DatasetShare, SampleGroup, Workload
+from m3diff.commands.plan.workload import (
+    LENGTHS_ESTIMATED,
+    PROMPT_TOKENS,
+    REFERENCE_TOKENS,
+    DatasetShare,
+    SampleGroup,
+    Workload,
+)
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.records.errors import Fault
@@ -50,7 +57,7 @@ def published_workload(
     omitted = list(dict.fromkeys([*unpublished, *unread]))
     omission = f"; without {', '.join(omitted)}, whose counts are not published" if omitted else ""
     return Workload(
-        origin=f"published counts of the datasets, lengths estimated{omission}",
+        origin=f"published counts of the datasets, {LENGTHS_ESTIMATED}{omission}",
         groups=list(_group_by_images(datasets)),
     )
 

@@ -19,6 +19,8 @@ from m3diff.records.sample import PAIR, Turn
 PROMPT_TOKENS = 29.0
 REFERENCE_TOKENS = 15.0
 
+LENGTHS_ESTIMATED = "lengths estimated"  # in the origin of a workload whose texts were not tokenised
+
 # Maximum numbers of distinct texts and of dialogues that are tokenised; larger mixtures are sampled evenly. A dialogue
 # takes longer, because its prompts are rendered turn by turn
 MAX_TOKENIZED_TEXTS = 20_000
@@ -256,7 +258,7 @@ class TokenCounter:
         return DialogueTokens((total_tokens - supervised_tokens) / len(sample), supervised_tokens / len(sample))
 
     def __str__(self) -> str:
-        return "lengths by its tokenizer" if self.processor else "lengths estimated"
+        return "lengths by its tokenizer" if self.processor else LENGTHS_ESTIMATED
 
 
 # Lengths if there is no tokenizer; the number of image tokens is then not needed

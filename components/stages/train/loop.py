@@ -19,7 +19,7 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
-from m3diff.models.contract import PackedBatch, Processor
+from m3diff.models.contract import PackedBatch, Processor, ScalesImages
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from m3diff.models.fused import choose_attention, register_kernels
@@ -32,6 +32,7 @@ from m3diff.records.schemas import RETENTION
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, engine, state
+from m3diff.stages.train.image_figures import measure_images
 from m3diff.stages.train.job import (
     CURVES_FILE,
     STOP_FILE,
@@ -55,6 +56,10 @@ USAGE_FILE = "hours.json"
 # Maximum number of sequences whose tokens are counted before the run. The tokens of an epoch are estimated from the
 # mean of these sequences.
 COUNTED_SEQUENCES = 2048
+
+# The same number if the images of each sequence must be prepared, because its tokens depend on them. Their images are
+# also measured for the log.
+COUNTED_SEQUENCES_WITH_IMAGES = 64
 
 # Number of sequences on which the packing is compared with separate passes
 CHECKED_SEQUENCES = 2
@@ -174,7 +179,9 @@ class Training:
         )
         samples_by_split = {"train": training_samples, "val": validation_samples}
         for split, samples in samples_by_split.items():
-            check_samples(samples, split, job.model.family, self.family.takes, self.processor, cfg.max_tokens)
+            check_samples(
+                samples, split, job.model.family, self.family.takes, self.processor, cfg.max_tokens, cfg.model
+            )
         # Otherwise, predict would refuse these samples after the training
         for split in ("test", RETENTION):
             samples = batches.read_samples(job.mixture / split)
@@ -223,6 +230,7 @@ class Training:
         """
         schedule = self.schedule
         lengths = self.measure_lengths()
+        self.print_image_figures()
         flops_per_step = self.count_flops_per_step(lengths)
         self.print_size(lengths, flops_per_step)
         steps_before = self.resume()
@@ -270,10 +278,14 @@ class Training:
         }
 
     def measure_lengths(self) -> list[MeanLengths]:
-        """Return the mean lengths of the first COUNTED_SEQUENCES sequences of the first epoch, by number of images."""
+        """Return the mean lengths of the first sequences of the first epoch, by number of images.
+
+        These are COUNTED_SEQUENCES, or COUNTED_SEQUENCES_WITH_IMAGES if their lengths depend on their images.
+        """
         counts_by_images: dict[int, list[tuple[int, int]]] = {}  # tokens and supervised tokens of each row
         sequences_by_images: Counter[int] = Counter()
-        sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES]
+        limit = COUNTED_SEQUENCES if self.family.takes.fixed_marks else COUNTED_SEQUENCES_WITH_IMAGES
+        sequences = self.schedule.epoch(0)[:limit]
         for sequence in sequences:
             images = len(self.schedule.samples.images_of(sequence))
             sequences_by_images[images] += 1
@@ -296,6 +308,15 @@ class Training:
                 )
             )
         return lengths
+
+    def print_image_figures(self) -> None:
+        """Print the image tokens of the first sequences, and how often their images are scaled down, if known."""
+        if self.worker.rank or not isinstance(self.processor, ScalesImages):
+            return
+        sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES_WITH_IMAGES]
+        figures = measure_images(self.schedule.samples, sequences, self.processor)
+        if figures is not None:
+            self.worker.print_once(str(figures))
 
     def _marks_of_sequence(self, sequence: batches.SampleRows) -> tuple[str, ...]:
         """Return the marks of the images of a sequence. The images are prepared only if the marks depend on them."""
