@@ -4,8 +4,8 @@
 
 A request is a JSON object with {"model": a folder}, or {"base", "lora", "tuned": folders and a file} for adapters, and
 {"decoding": arguments of `generate`}. Its inputs are {"images": pairs of paths, "question"} for the processor of the
-folder "processor" or, if this processor cannot be loaded, {"inputs": a file of tensors}. The answer has the class of the
-model, and the inputs, the logits after the prompt and the generated tokens of each pair.
+folder "processor" or, if this processor cannot be loaded, {"inputs": a file of tensors}. The answer has the class of
+the model, and the inputs, the logits after the prompt and the generated tokens of each pair.
 
 The request {"script": a file, "beside": a folder} runs a script in the folder that contains the exported folder. Its
 answer is what the script prints. ANSWERS is a file of torch with all answers.
