@@ -9,17 +9,15 @@ from PIL import Image
 from transformers.utils import is_num2words_available, is_torchvision_available
 
 from m3diff.models import FAMILIES
-from m3diff.models.auto import AutoSettings
 from m3diff.models.checkpoint import folder_sha256, save_checkpoint
 from m3diff.models.processing import pad_prompts
-from m3diff.models.settings import Lora
 from m3diff.records.sample import Turn
+from tests.auto_cases import auto_settings
 from tests.tiny import tiny_trained
-from tests.tiny_vlm import BASES, TEMPLATES, tiny_vlm
+from tests.tiny_vlm import BASES, tiny_vlm
 
 FAMILY = FAMILIES["auto"]
 QUESTION = "What has changed from the first image to the second?"
-RATES = {"vision": 1e-3, "projector": 1e-3, "llm": 1e-3}
 # All samples that a tiny model of these tests can be asked about
 ALL_SAMPLES = {"question": QUESTION, "images": [0, 1, 2], "turns": 2, "own_questions": True}
 
@@ -32,14 +30,6 @@ def loadable_bases() -> list[str]:
     if not is_num2words_available():
         missing.add("smolvlm")
     return [name for name in BASES if name not in missing]
-
-
-def auto_settings(name: str, rank: int = 2) -> AutoSettings:
-    """Return the settings of a training on the base with this name."""
-    lora = Lora(rank=rank, alpha=4)
-    template = TEMPLATES.get(name, {})
-    settings = AutoSettings("auto", None, lora, RATES, template=template)
-    return FAMILY.complete_settings(settings)
 
 
 def auto_checkpoint(name: str, folder: Path, trained_on: Mapping[str, Any] = ALL_SAMPLES) -> Path:
