@@ -27,6 +27,7 @@ from m3diff.models.image_scales import ImageSize, measured_copy, recorded_resize
 from m3diff.models.largest_marks import largest_marks
 from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor, known_settings
+from m3diff.models.template_defaults import IDENTIFIER, with_defaults
 from m3diff.records.errors import DataError, ParamsError, ValueFault, cause_of
 from m3diff.records.sample import IMAGE_MARK, PAIR, Turn
 
@@ -50,7 +51,8 @@ class ChatTemplateProcessor:
     Attributes:
         processor: the base's own processor.
         tokenizer: its tokenizer.
-        template: arguments of the chat template, such as `enable_thinking`.
+        template: arguments that the settings give the chat template, such as `enable_thinking`. They become defaults of
+            the template and are saved as a part of it.
         one_grid: whether the second image of a pair gets the size of the first, for a module that compares the images
             position by position. Without a module, a pair of two sizes stays as it is, because transformers and vLLM
             do not change it either.
@@ -80,7 +82,7 @@ class ChatTemplateProcessor:
         self.image_token_id = image_token_id
         self.image_token = self._find_image_token()
         self._measured = measured_copy(self.processor)
-        self._check_template_arguments()
+        self._set_template_arguments()
         self.reserved_texts = self._find_reserved_texts()
         self._probe_template()
         self.token_type_name = self._probe_images()
@@ -102,7 +104,7 @@ class ChatTemplateProcessor:
             folder: the folder.
             config: configuration of the model, with the id of its image token.
             settings: settings of the image processor in the base's own words. By default, those of the folder.
-            template: arguments of the chat template. By default, those that the folder was saved with.
+            template: arguments of the chat template. Those that the folder was saved with are a part of its template.
             one_grid: see the class. By default, what the folder was saved with.
 
         Raises:
@@ -121,14 +123,14 @@ class ChatTemplateProcessor:
             stock=stock,
             folder=path,
             image_token_id=image_token_id,
-            template=choices["template"] if template is None else template,
+            template=template,
             one_grid=choices["one_grid"] if one_grid is None else one_grid,
         )
 
     def save_pretrained(self, folder: str | Path, /) -> None:
         """Write the files of the processor, and the choices of this project in CHOICES."""
         self.save_stock(folder)
-        choices = {"image_backend": self.stock.backend, "template": self.template, "one_grid": self.one_grid}
+        choices = {"image_backend": self.stock.backend, "one_grid": self.one_grid}
         (Path(folder) / CHOICES).write_text(json.dumps(choices, indent=2) + "\n", encoding="utf-8")
 
     def save_stock(self, folder: str | Path, /) -> None:
@@ -276,9 +278,7 @@ class ChatTemplateProcessor:
                 raise ValueFault("models.text_with_image_token", value=reserved_text)
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        return self.processor.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False, **self.template
-        )
+        return self.processor.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)
 
     def _adds_special_tokens(self, prompt: str) -> bool:
         """Return whether the tokenizer adds special tokens to a prompt, as in transformers' `apply_chat_template`."""
@@ -401,22 +401,24 @@ class ChatTemplateProcessor:
         texts += [self.tokenizer.convert_ids_to_tokens(token_id) for token_id in ids if token_id is not None]
         return tuple(sorted({text for text in texts if text}))
 
-    def _check_template_arguments(self) -> None:
-        """Check that the chat template uses the arguments that it is given.
+    def _set_template_arguments(self) -> None:
+        """Make the arguments of the chat template its defaults, so that every user of a saved folder has them.
 
         Raises:
             DataError: there is no chat template.
             ParamsError: the template does not use an argument, so it would be ignored.
         """
-        text = self.processor.chat_template
-        if isinstance(text, dict):
-            text = text.get("default")
+        templates = self.processor.chat_template
+        text = templates.get("default") if isinstance(templates, dict) else templates
         if text is None:
             raise DataError("models.no_chat_template", path=self.folder)
         own_arguments = inspect.signature(self.processor.apply_chat_template).parameters
         for name in self.template:
-            if name in own_arguments or not re.search(rf"\b{re.escape(name)}\b", text):
+            is_used = IDENTIFIER.fullmatch(name) and re.search(rf"\b{name}\b", text)
+            if name in own_arguments or not is_used:
                 raise ParamsError("models.unknown_template_argument", field=f"template.{name}")
+        text = with_defaults(text, self.template)
+        self.processor.chat_template = {**templates, "default": text} if isinstance(templates, dict) else text
 
     def _probe_template(self) -> None:
         """Find out how the chat template places images, and what it puts around an answer.
@@ -472,7 +474,7 @@ def read_choices(folder: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is damaged.
     """
-    choices: dict[str, Any] = {"image_backend": PIL, "template": {}, "one_grid": False}
+    choices: dict[str, Any] = {"image_backend": PIL, "one_grid": False}
     path = folder / CHOICES
     if path.is_file():
         content = read_json(path)

@@ -138,6 +138,14 @@ class CachedPrompts:
             all_logits = all_logits + 0 * logits.sum()
         return all_logits
 
+    def separate_logits(
+        self, model: Any, sequence: TrainingSequence, processor: Any, device: Device
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits and labels of the supervised tokens of a sequence with one branch, read without a cache."""
+        unit = make_unit(UnitKind.BRANCH_ALONE, [sequence], 0, processor)
+        logits = read_unit(model, unit, processor, device)
+        return logits[device.move(unit.supervised[:, -logits.shape[1] :])], unit.labels
+
 
 def make_units(sequences: Iterable[TrainingSequence], processor: Any) -> list[Unit]:
     """Return the units of a micro-batch, those with images first and those without a cache last."""

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m3diff.models.cached_prompts import UnitKind, make_unit, read_unit
-from m3diff.models.contract import Packing, TrainingSequence
+from m3diff.models.contract import TrainingSequence
 from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.models.tuning import unwrap_model
@@ -100,7 +99,7 @@ class PackingComparison:
 def compare_with_separate_passes(
     model: Any,
     sequences: Sequence[TrainingSequence],
-    packing: Packing,
+    packing: Any,
     processor: Any,
     family: Family,
     device: Device,
@@ -110,7 +109,8 @@ def compare_with_separate_passes(
     Args:
         model: the model, with or without peft's wrapper, on the device and not yet within DeepSpeed's engine.
         sequences: the sequences.
-        packing: the packing to be checked.
+        packing: the packing to be checked. It has a method `separate_logits`, so that the code of this packing is not a
+            part of runs of other families (`m3diff.provenance.code`).
         processor: processor of the model.
         family: family of the model.
         device: device of the model.
@@ -123,9 +123,7 @@ def compare_with_separate_passes(
     def apart(order: int) -> None:
         branches = [sequence._replace(branches=[branch]) for sequence in sequences for branch in sequence.branches]
         for sequence in branches[::order]:
-            unit = make_unit(UnitKind.BRANCH_ALONE, [sequence], 0, processor)
-            logits = read_unit(model, unit, processor, device)
-            add_loss(logits[device.move(unit.supervised[:, -logits.shape[1] :])], unit.labels)
+            add_loss(*packing.separate_logits(model, sequence, processor, device))
 
     losses: list[float] = []
 

@@ -486,7 +486,7 @@ class Recorder(Captioner):
 
     def __init__(self, trained_on: TrainedOn | None = None, takes: Takes | None = None) -> None:
         self.batches: list[list[str]] = []
-        self.family: Any = SimpleNamespace(takes=takes or Takes())
+        self.family: Any = SimpleNamespace(takes=takes or Takes(), maps=None)
         self.trained_on = trained_on or TrainedOn("What changed?")
         self.question = "What changed?"
         self.processor: Any = SimpleNamespace(
