@@ -81,7 +81,9 @@ def training_sequence(
     """
     prepared = processor.prepare(images)
     if double:
-        tensors = {name: each.double() if each.is_floating_point() else each for name, each in prepared.tensors.items()}
+        tensors = {}
+        for name, tensor in prepared.tensors.items():
+            tensors[name] = tensor.double() if tensor.is_floating_point() else tensor
         prepared = Prepared(tensors, prepared.marks)
     branches = []
     for turns in dialogues:

@@ -18,7 +18,7 @@ from m3diff.models.conformity import missing_members_of
 from m3diff.models.contract import Processor
 from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor
-from m3diff.models.token_inputs import position_ids, token_types
+from m3diff.models.token_inputs import position_ids
 from m3diff.records.errors import DataError, ParamsError, ValueFault
 from m3diff.records.sample import Turn
 from tests.conftest import MadeOnce
@@ -177,7 +177,7 @@ def test_a_prompt_and_its_images_are_those_of_the_bases_own_processor(load: Load
     ids = processor.encode_prompt(dialogue.turns, prepared.marks)
     assert list(ids) == expected["input_ids"][0].tolist()
     assert_equal_tensors(prepared.tensors, image_tensors(expected))
-    types = token_types(processor, ids)
+    types = processor.token_types(torch.tensor([list(ids)]))
     for type_name in TOKEN_TYPES:
         if type_name in types or (type_name in expected and expected[type_name].any()):
             assert torch.equal(types[type_name], expected[type_name])
@@ -199,7 +199,7 @@ def test_the_model_gives_the_logits_of_its_own_inputs_and_positions(load: Load, 
         logits = model(
             input_ids=torch.tensor([ids]),
             position_ids=position_ids(processor, model, ids, images),
-            **token_types(processor, ids),
+            **processor.token_types(torch.tensor([list(ids)])),
             **images,
         ).logits
     assert logits.std() > 1e-3

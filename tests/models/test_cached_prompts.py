@@ -57,30 +57,32 @@ def sequences_of(processor: Any, double: bool = True) -> dict[str, list[Training
     def sequence(images: Any, *dialogues: list[Turn]) -> TrainingSequence:
         return training_sequence(processor, images, dialogues, double)
 
-    def asked(question: str, answer: str) -> list[Turn]:
+    def one_turn(question: str, answer: str) -> list[Turn]:
         return [Turn(question, answer)]
 
     batches = {
-        "references of unequal length": [sequence(pairs[1], asked(questions[0], SHORT), asked(questions[0], LONG))],
-        "different questions": [sequence(pairs[1], *(asked(question, LONG) for question in questions))],
-        "one reference": [sequence(pairs[1], asked(questions[0], LONG))],
-        "a dialogue": [
-            sequence(pairs[0], asked(questions[0], SHORT), [Turn(questions[0], LONG), Turn("and the ball?", SHORT)])
+        "references of unequal length": [
+            sequence(pairs[1], one_turn(questions[0], SHORT), one_turn(questions[0], LONG))
         ],
-        "one image": [sequence(pairs[2][:1], asked("What is it?", SHORT), asked("Which colour?", LONG))],
-        "text only": [sequence([], asked("Say red.", "red"), asked("Say red and blue.", "red and blue"))],
-        "a shared prefix of few tokens": [sequence([], asked("a", "red"), asked("bcd", "blue"))],
+        "different questions": [sequence(pairs[1], *(one_turn(question, LONG) for question in questions))],
+        "one reference": [sequence(pairs[1], one_turn(questions[0], LONG))],
+        "a dialogue": [
+            sequence(pairs[0], one_turn(questions[0], SHORT), [Turn(questions[0], LONG), Turn("and the ball?", SHORT)])
+        ],
+        "one image": [sequence(pairs[2][:1], one_turn("What is it?", SHORT), one_turn("Which colour?", LONG))],
+        "text only": [sequence([], one_turn("Say red.", "red"), one_turn("Say red and blue.", "red and blue"))],
+        "a shared prefix of few tokens": [sequence([], one_turn("a", "red"), one_turn("bcd", "blue"))],
     }
     if processor.places_images:
         marked = "What is in <image> and not in <image>?"
-        batches["images within the question"] = [sequence(pairs[3], asked(marked, LONG), asked(marked, SHORT))]
+        batches["images within the question"] = [sequence(pairs[3], one_turn(marked, LONG), one_turn(marked, SHORT))]
         batches["images that come later"] = [
-            sequence(pairs[3], [Turn("hello", SHORT), Turn(marked, LONG)], asked(marked, SHORT))
+            sequence(pairs[3], [Turn("hello", SHORT), Turn(marked, LONG)], one_turn(marked, SHORT))
         ]
     batches["images of two sizes"] = [
-        sequence(pairs[0], asked(questions[0], SHORT), asked(questions[0], LONG)),
-        sequence(pairs[1], asked(questions[2], LONG)),
-        sequence(pairs[2], asked(questions[2], LONG), asked(questions[1], SHORT)),
+        sequence(pairs[0], one_turn(questions[0], SHORT), one_turn(questions[0], LONG)),
+        sequence(pairs[1], one_turn(questions[2], LONG)),
+        sequence(pairs[2], one_turn(questions[2], LONG), one_turn(questions[1], SHORT)),
     ]
     batches["all at once"] = [sequence for batch in batches.values() for sequence in batch]
     return batches
@@ -150,7 +152,9 @@ def test_text_alone_gives_the_vision_encoder_a_gradient_of_zero(base_folder: Cal
     batch = CachedPrompts().batch(sequences_of(processor)["text only"], processor, CPU)
     logits = CachedPrompts().logits(model, batch, processor, CPU)
     torch.nn.functional.cross_entropy(logits, batch.labels).backward()
-    gradients = [each.grad for name, each in model.named_parameters() if ".visual." in name and each.requires_grad]
+    gradients = [
+        parameter.grad for name, parameter in model.named_parameters() if ".visual." in name and parameter.requires_grad
+    ]
     assert gradients
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 

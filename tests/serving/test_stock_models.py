@@ -190,8 +190,8 @@ def test_the_server_refuses_an_image_that_fits_no_grid(service: Service) -> None
 
 def test_a_checkpoint_is_found_and_loaded_by_its_folder(captioner: Callable[[str], Captioner], tmp_path: Path) -> None:
     checkpoint = auto_checkpoint("qwen3_vl", tmp_path)
-    found = model_source.find("sqlite:///:memory:", "m3diff", str(tmp_path / "model"), tmp_path / "base", 6)
-    assert found.folder == checkpoint
-    model = model_source.load(found._replace(folder=checkpoint / "adapters", base=tmp_path / "base"))
+    source = model_source.find("sqlite:///:memory:", "m3diff", str(tmp_path / "model"), tmp_path / "base", 6)
+    assert source.folder == checkpoint
+    model = model_source.load(source._replace(folder=checkpoint / "adapters", base=tmp_path / "base"))
     pairs = [pair.images for pair in minichange_pairs(2)]
     assert model.caption(pairs) == captioner("qwen3_vl").caption(pairs)

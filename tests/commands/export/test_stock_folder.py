@@ -140,10 +140,10 @@ def ask(exported: Callable[[str], ExportedRun], tmp_path_factory: pytest.TempPat
     def ask(name: str) -> dict[str, Any]:
         run = exported(name)
         folder = tmp_path_factory.mktemp("bare")
-        own = own_answers(run)
+        own_runs = own_answers(run)
         source: dict[str, Any] = {"processor": str(run.folder), "images": run.pairs, "question": QUESTION}
         if not uses_stock_processor(name):
-            torch.save([answer.inputs for answer in own], folder / "inputs.pt")
+            torch.save([answer.inputs for answer in own_runs], folder / "inputs.pt")
             source = {"inputs": str(folder / "inputs.pt")}
         adapters = run.checkpoint / ADAPTERS
         parts = {"base": str(run.base), "lora": str(adapters / LORA), "tuned": str(adapters / TUNED)}
@@ -156,7 +156,7 @@ def ask(exported: Callable[[str], ExportedRun], tmp_path_factory: pytest.TempPat
             (folder / "card.py").write_text(code)
             requests["card"] = {"script": str(folder / "card.py"), "beside": str(run.folder.parent)}
         answers = answers_without_project(folder, [*requests.values()])
-        return {"own": own, **dict(zip(requests, answers, strict=True))}
+        return {"own": own_runs, **dict(zip(requests, answers, strict=True))}
 
     return ask
 

@@ -96,5 +96,7 @@ def test_two_workers_resume_to_the_same_weights(stage, vlm, mixed_mixture, tmp_p
     workers(2, run_recipe, mixed_mixture, tmp_path / "resumed", saved=1)
     assert [path.name for path in checkpoints(tmp_path / "resumed")] == ["step-00000002"]
     workers(2, run_recipe, mixed_mixture, tmp_path / "resumed")
-    whole, resumed = (load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "resumed"))
-    assert_same(resumed, whole, atol=0)
+    weights, resumed_weights = (
+        load_file(tmp_path / name / "checkpoint" / "model.safetensors") for name in ("whole", "resumed")
+    )
+    assert_same(resumed_weights, weights, atol=0)
