@@ -289,12 +289,17 @@ PUBLISHED = Published(
 TEST_PAIRS = PUBLISHED.test.pairs
 SCRIPTS = "hanlinwu/DeltaVLM: scripts"
 CAPTION_SOURCE = f"{SCRIPTS}/test_cap.ipynb, without its vocabulary"
-SUBSET_SOURCE = f"{CAPTION_SOURCE}; LEVIR-CC's numbers of pairs"
-OPEN_SOURCE = f"{SCRIPTS}/test_open_questions.ipynb, without its vocabulary"
+CAPTIONS = Protocol(
+    "caption",
+    published_pairs=TEST_PAIRS,
+    kinds=("caption",),
+    pairs="captions",
+    tokenizer="lowercase",
+    source=CAPTION_SOURCE,
+)
+CAPTION_SUBSET = replace(CAPTIONS, pairs="", source=f"{CAPTION_SOURCE}; LEVIR-CC's numbers of pairs")
 UNLICENSED_IMAGES = "the images are LEVIR-CC's, whose page states no licence"
 WITH_CREDIT = Permission("conditions", f"annotations: credit the authors; {UNLICENSED_IMAGES}")
-
-
 SPEC = DatasetSpec(
     title="ChangeChat-105k",
     page="https://github.com/hanlinwu/DeltaVLM",
@@ -311,30 +316,9 @@ SPEC = DatasetSpec(
     task="changechat",
     published=(PUBLISHED,),
     protocols=(
-        Protocol(
-            "caption",
-            published_pairs=TEST_PAIRS,
-            kinds=("caption",),
-            pairs="captions",
-            tokenizer="lowercase",
-            source=CAPTION_SOURCE,
-        ),
-        Protocol(
-            "change",
-            published_pairs=964,
-            kinds=("caption",),
-            change_types=(CHANGE,),
-            tokenizer="lowercase",
-            source=SUBSET_SOURCE,
-        ),
-        Protocol(
-            "no_change",
-            published_pairs=965,
-            kinds=("caption",),
-            change_types=(NO_CHANGE,),
-            tokenizer="lowercase",
-            source=SUBSET_SOURCE,
-        ),
+        CAPTIONS,
+        replace(CAPTION_SUBSET, name="change", published_pairs=964, change_types=(CHANGE,)),
+        replace(CAPTION_SUBSET, name="no_change", published_pairs=965, change_types=(NO_CHANGE,)),
         Protocol(
             "binary",
             published_pairs=TEST_PAIRS,
@@ -365,7 +349,7 @@ SPEC = DatasetSpec(
             kinds=("open",),
             pairs="open questions",
             tokenizer="lowercase",
-            source=OPEN_SOURCE,
+            source=f"{SCRIPTS}/test_open_questions.ipynb, without its vocabulary",
         ),
     ),
 )
