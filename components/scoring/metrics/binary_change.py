@@ -1,6 +1,6 @@
 """Score answers to the question whether anything changed, with changed pairs as positives, as DeltaVLM does.
 
-A prediction counts as "changed" if its first word is yes or true. Any other text counts as "not changed", even an empty
+A prediction counts as "changes" if its first word is yes or true. Any other text counts as "not changed", even an empty
 one, because the authors compare the text with "Yes". Answers such as "yes." or "Yes, a road is new" are accepted here,
 too. `yes_no_accuracy` of answers.py counts texts that say neither as wrong.
 
@@ -24,17 +24,17 @@ class BinaryCounts:
 
     Attributes:
         answers: always 1.
-        right: whether the answer is right.
-        changed_and_said: whether the pair changed and the prediction says so.
-        said: whether the prediction says that the pair changed.
-        changed: whether the pair changed.
+        right: 1 if the answer is right.
+        right_claims: 1 if the pair changed and the prediction says so.
+        claims: 1 if the prediction says that the pair changed.
+        changes: 1 if the pair changed.
     """
 
     answers: int
     right: int
-    changed_and_said: int
-    said: int
-    changed: int
+    right_claims: int
+    claims: int
+    changes: int
 
 
 COLUMN = StatisticsColumn("binary_statistics", BinaryCounts)
@@ -58,17 +58,17 @@ def count_answer(pair: EvalPair) -> BinaryCounts | None:
     return BinaryCounts(
         answers=1,
         right=int(is_changed == says_changed),
-        changed_and_said=int(is_changed and says_changed),
-        said=int(says_changed),
-        changed=int(is_changed),
+        right_claims=int(is_changed and says_changed),
+        claims=int(says_changed),
+        changes=int(is_changed),
     )
 
 
 RESAMPLED = {
     "binary_accuracy": COLUMN.share("right", "answers"),
-    "binary_precision": COLUMN.share("changed_and_said", "said"),
-    "binary_recall": COLUMN.share("changed_and_said", "changed"),
-    "binary_f1": COLUMN.f1("changed_and_said", "said", "changed"),
+    "binary_precision": COLUMN.share("right_claims", "claims"),
+    "binary_recall": COLUMN.share("right_claims", "changes"),
+    "binary_f1": COLUMN.f1("right_claims", "claims", "changes"),
 }
 METRIC = Metric(
     compute,
