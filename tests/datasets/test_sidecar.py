@@ -92,6 +92,17 @@ def test_the_whole_text_is_one_caption(tmp_path, text, caption):
     assert row.references == [caption]
 
 
+def test_a_text_may_have_a_suffix_in_upper_case(tmp_path):
+    write(tmp_path, "x.PNG", "x_1.PNG", "x.txt")
+    (tmp_path / "x.txt").rename(tmp_path / "x.TXT")
+    (row,) = read(tmp_path)
+    assert row.fault is None
+    assert row.references == [CAPTION]
+    assert row.source == "x.TXT"
+    output, _ = check(tmp_path, {})
+    assert output[0] == f"{tmp_path} looks like sidecar"
+
+
 FAULTS: dict[str, tuple[list[str], str, Fault]] = {
     "no image after": (["x.png", "x.txt"], CAPTION, Fault("datasets.text_without_image", key="images", names=["x_1"])),
     "no image": (["y.png", "x.txt"], CAPTION, Fault("datasets.text_without_image", key="images", names=["x", "x_1"])),
