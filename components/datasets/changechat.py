@@ -1,7 +1,7 @@
 """ChangeChat-105k: captions of, questions about and dialogues on LEVIR-CC's satellite images of a place at two times.
 
 Page: https://github.com/hanlinwu/DeltaVLM (DeltaVLM, arXiv 2507.22346). The annotations are CC BY 4.0. The images are
-those of LEVIR-CC, whose page does not state a licence; they are not part of the download. `root` is the folder with:
+LEVIR-CC's, whose page does not state a licence; they are not part of the download. `root` is the folder with:
 
     annotations/changechat_105k_train.json     87,935 rows of all kinds; changechat_105k_train_loc.json has the same
                                                rows with other answers about places, so only one of them is read
@@ -13,7 +13,7 @@ those of LEVIR-CC, whose page does not state a licence; they are not part of the
      [{"from": "human", "value": "<image> <image> Please ..."}, {"from": "gpt", "value": "A road is built."}]}
     {"image_A": "test/A/test_000004.png", "image_B": "test/B/test_000004.png", "captions": [5 texts], "changeflag": 1}
 
-The second form is that of the captions of the test split. There is no file for validation. To select a checkpoint, add
+The captions of the test split have the second form. There is no file for validation. To select a checkpoint, add
 LEVIR-CC's validation captions: an entry with the reader `levir_cc` and `train_on: []`; its test pairs are then scored,
 too. `id` numbers the rows and not the pairs, so it is not read. A pair is called by the name of its files, and a
 question by its pair, its kind and its number: "test_000004.png?open-1".
@@ -263,7 +263,7 @@ def kind_of_question(conversation: Conversation) -> Kind:
 
 
 def _note_kinds(facts: PairFacts) -> Iterator[str]:
-    """Yield a sentence for each kind of which not every pair of train has one question."""
+    """Yield a sentence for each kind about which some pairs of train have no question, or several."""
     questions_by_kind = Counter[Kind]()
     for (_, kind), count in facts.questions.items():
         questions_by_kind[kind] += count

@@ -121,7 +121,7 @@ def _make_row(
     systems.update(conversation.systems)
     conversation = without_marks_of_first_question(conversation)
     paths = tuple(image_files.find(f"{folder}/{image}" if folder else image) for image in images)
-    # the name of an image set differs from that of its records, because their questions are the dataset's own
+    # An image set and its records have different names, because several records may ask about the same image
     image_set = images[0] if images else f"no image {name}"
     return Row(
         name=name,

@@ -15,7 +15,7 @@ TextVQA and Visual Genome. The rows have the form that `llava.py` describes. `ro
 About 250,000 rows share their image with another row. Some addresses of OCR-VQA are dead, so images are missing: a row
 without its image goes to quarantine, and `validate.max_quarantined_share` says how many may. Dialogues of ShareGPT
 contain HTML and long answers; `validate` puts answers with HTML into quarantine, too, and answers above
-`validate.max_caption_chars`. The counts are those of others; this project has not read the file.
+`validate.max_caption_chars`. The counts were published by others; this project has not read the file.
 
 The options are `manifest`, the file; `images`, a folder of the folders of images; and `split` (see `pairs.py`).
 """

@@ -10,7 +10,7 @@ own and one turn, in which the user asks for a brief description. The rows have 
 
 The options are `manifest`, the file; `images`, the folder of the images; and `split` (see `pairs.py`).
 
-The counts are those of others; this project has not read the file.
+The counts were published by others; this project has not read the file.
 """
 
 from pathlib import Path

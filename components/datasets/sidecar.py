@@ -12,7 +12,7 @@ folder, and folders may be nested.
 - A folder called `train`, `val` or `test` (or `training`, `validation`, `valid`, `dev`, `testing`) names the split of
   all pairs in it. The option `split` is the split of all other pairs, or the shares by which splits are drawn.
 - The options `before` and `after` are the ends of the images' names. By default, they are "" and "_1", and any number
-  may stand in place of 1: `0001_0.png`, `0001_02.png`. For fal.ai, they are `{before: _start, after: _end}`.
+  may replace the 1: `0001_0.png`, `0001_02.png`. For fal.ai, the options are `{before: _start, after: _end}`.
 
 An image with a text of its own is never the second image of another: with the texts `a.txt` and `a_1.txt`, the image
 `a_1.png` is an image before. A text that lacks an image, has two second images or has no word is a fault. Images that
@@ -47,7 +47,7 @@ SPLIT_OF_FOLDER: Mapping[str, Split] = {
     "test": "test",
     "testing": "test",
 }
-# Ends of the images' names that `m3diff data check` recognises: those of musubi-tuner, fal.ai, RSRCC and prunaai
+# Ends of the images' names that `m3diff data check` recognises, as musubi-tuner, fal.ai, RSRCC and prunaai use them
 KNOWN_ENDS = (("", "_1"), ("_start", "_end"), ("_before", "_after"), ("_input", "_target"))
 MAX_SEARCHED_FOLDERS = 1_000  # number of folders in which the layout is looked for
 
@@ -83,7 +83,7 @@ class FolderFiles:
         """
         texts = {PurePosixPath(name).stem: name for name in names if name.lower().endswith(TEXT_SUFFIX)}
         images_of_text: dict[str, tuple[list[str], list[str]]] = {text: ([], []) for text in texts}
-        # Behind a bare name, a number may be any number: some programs count from 0, and some write 01
+        # If the image before has no end, the image after may have any number: some programs count from 0 or write 01
         is_any_number = not before and after[-1:].isdecimal()
         end_after = re.escape(after.rstrip("0123456789")) + r"\d+" if is_any_number else re.escape(after)
         images = [name for name in names if is_image(name)]

@@ -1,7 +1,6 @@
 """RSRCC: questions in the form of its metadata.csv and of the Parquet files of the `datasets` library.
 
-The form is that of the rows on https://huggingface.co/datasets/google/RSRCC and of `Roie-k/RSRCC:README.md`. The texts
-are ours.
+https://huggingface.co/datasets/google/RSRCC and `Roie-k/RSRCC:README.md` show rows of this form. The texts are ours.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Pairs whose caption is in a text file next to the two images: matching by names, splits, and bad folders.
 
-The layout is that of musubi-tuner (`docs/dataset_config.md`, `multiple_target`) and of fal.ai's trainers.
+Musubi-tuner (`docs/dataset_config.md`, `multiple_target`) and fal.ai's trainers read this layout.
 """
 
 from collections.abc import Sequence
