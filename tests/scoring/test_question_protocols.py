@@ -233,6 +233,8 @@ def test_count_errors_are_means_in_which_an_unreadable_answer_counts_as_zero():
         ("Roads: [Top-Left]. Buildings: []", {"top-left"}, set()),
         ("buildings ['top-left'] roads []", set(), {"top-left"}),
         ("roads [] buildings [everywhere]", set(), None),
+        ("No road has changed. buildings ['top-left']", None, {"top-left"}),
+        ("roads: the road at ['top-left']; buildings []", {"top-left"}, set()),
         ("roads top-left", None, None),
         ("", None, None),
     ],

@@ -23,7 +23,11 @@ from m3diff.scoring.metrics.sums import StatisticsColumn
 from m3diff.scoring.pairs import EvalPair, Groups
 
 OBJECTS = ("roads", "buildings")
-LIST_OF_OBJECT = {name: re.compile(rf"\b{name[:-1]}s?\b[^\[\]]*\[([^\]]*)\]", re.IGNORECASE) for name in OBJECTS}
+# Between the name of an object and its list, there is no other name: that list would belong to the other object
+TEXT_BEFORE_LIST = r"(?:(?!\b(?:road|building)s?\b)[^\[\]])*"
+LIST_OF_OBJECT = {
+    name: re.compile(rf"\b{name[:-1]}s?\b{TEXT_BEFORE_LIST}\[([^\]]*)\]", re.IGNORECASE) for name in OBJECTS
+}
 CELL = re.compile(r"\b(?:top|center|bottom)-(?:left|center|right)\b", re.IGNORECASE)
 NO_LIST = "no reference has lists of cells for roads and buildings"
 
@@ -75,7 +79,7 @@ def has_lists(text: str) -> bool:
 
 
 def read_cells(text: str, name: str) -> frozenset[str] | None:
-    """Return the cells in the first list behind the name of an object. None without a list, or if it has other text.
+    """Return the cells in the list behind the name of an object. None without a list, or if it has other text.
 
     Args:
         name: "roads" or "buildings".
