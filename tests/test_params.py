@@ -399,6 +399,13 @@ FAULTS_OF_OTHERS = {
 }
 
 
+def test_two_datasets_may_read_one_folder_with_different_options(write):
+    entry = {"reader": "nlvr2", "root": "data/01_raw/nlvr2"}
+    questions = entry | {"options": {"questions": True}}
+    params = load_params(write({"ingest.datasets.captions": entry, "ingest.datasets.questions": questions}))
+    assert params.ingest.datasets["captions"].root == params.ingest.datasets["questions"].root
+
+
 @pytest.mark.parametrize("topic", FAULTS_OF_OTHERS)
 def test_a_fault_of_another_package_gets_its_key(topic, write):
     changes, expected_keys = FAULTS_OF_OTHERS[topic]

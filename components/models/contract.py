@@ -36,7 +36,7 @@ class Takes:
         questions: whether the answer depends on the question.
         turns: whether a question can have turns before it.
         fixed_marks: whether the marks of an image set depend only on its number of images. Otherwise, they also depend
-            on the sizes of the images, and `Processor.marks` returns those of the largest number of tokens.
+            on the sizes of the images, and `Processor.marks` returns the marks with the largest number of tokens.
     """
 
     images: tuple[int, ...] = (0, 1, 2)
@@ -179,7 +179,7 @@ class ModelConfig(Protocol):
         """Return the configuration of a published base, so that `m3diff plan` needs no folder.
 
         Args:
-            name: name of the base's folder. If it is unknown, the configuration is that of the family's usual base.
+            name: name of the base's folder. If it is unknown, the family's usual base is described.
             module: see `from_folder`.
         """
 
@@ -309,7 +309,7 @@ class PackedBatch(Protocol):
 
 
 class Packing(Protocol):
-    """Trains several branches on the same images in one pass. Loss and gradients equal those of separate passes.
+    """Trains several branches on the same images in one pass. Loss and gradients are the same as in separate passes.
 
     Attributes:
         shares_prompts: whether the branches of a sequence are one row, in which their common tokens and images are

@@ -89,7 +89,7 @@ class Captioner:
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of the prompt for a dialogue. See the processor's `encode_prompt`.
 
-        The tokens are cached, because callers also encode prompts to find those of the same length.
+        The tokens are cached, because callers also encode prompts to group them by length.
 
         Raises:
             ValueFault: a text contains a mark of an image.

@@ -6,8 +6,9 @@ The rows of a micro-batch are padded on the right to the length of the longest r
     row 1    images, question, answer, padding
     row 2    question, answer, padding
 
-Loss and gradients equal those of `MaskedRows`, but the images and the question are processed once for each branch, and
-the padding is processed too. Use this packing for a model whose attention is not that of `m3diff.models.fused`.
+Loss and gradients are the same as with `MaskedRows`, but the images and the question are processed once for each
+branch, and the padding is processed too. Use this packing for a model that does not use the attention of
+`m3diff.models.fused`.
 """
 
 from __future__ import annotations

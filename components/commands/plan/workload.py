@@ -66,9 +66,9 @@ class SampleGroup:
     Attributes:
         shares: the shares of datasets. All have the same number of images.
         prompt_tokens: mean number of tokens of a prompt, without the images. A prompt is the chat template and a
-            question. That of a dialogue is everything but its answers.
-        reference_tokens: mean number of supervised tokens of a sample: its answer, with the end token. Those of a
-            dialogue are all of its answers.
+            question. The prompt of a dialogue is everything but its answers.
+        reference_tokens: mean number of supervised tokens of a sample: its answer, with the end token. In a
+            dialogue, all answers are supervised.
         pairs_by_references: number of image sets for each number of samples; empty if only sums are known.
         prompts: number of prompts. None: one for each image set. Captions of an image set share a prompt, and questions
             have their own.

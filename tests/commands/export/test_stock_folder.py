@@ -176,7 +176,8 @@ def test_a_process_without_the_project_generates_equal_tokens(
             torch.testing.assert_close(logits, answer.logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", slow_except(filter(uses_stock_processor, loadable_bases()), "idefics3"))
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("name", filter(uses_stock_processor, loadable_bases()))
 def test_the_stock_processor_makes_the_inputs_of_the_training(ask: Callable[[str], Any], name: str) -> None:
     answers = ask(name)
     for inputs, answer in zip(answers["merged"]["inputs"], answers["own"], strict=True):
@@ -227,6 +228,7 @@ def test_this_project_answers_alike_with_the_exported_folder(exported: Callable[
     assert any(captions)
 
 
+@pytest.mark.slow(20)
 def test_the_code_of_the_card_runs_without_the_project(
     exported: Callable[[str], ExportedRun], ask: Callable[[str], Any]
 ) -> None:
