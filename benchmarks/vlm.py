@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.utils import is_num2words_available
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -166,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("bases", nargs="*", choices=[[], *BASES], default=[], metavar="BASE", help="default: all bases")
     bases = parser.parse_args(arguments).bases
     torch.set_num_threads(1)
+    if not is_num2words_available():  # names the frames of videos
+        processing_smolvlm.num2words = str  # type: ignore[attr-defined]
     machine = describe_machine()
     results = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -161,7 +161,8 @@ def ask(exported: Callable[[str], ExportedRun], tmp_path_factory: pytest.TempPat
     return ask
 
 
-@pytest.mark.parametrize("name", EVERY_BASE)
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("name", loadable_bases())
 def test_a_process_without_the_project_generates_equal_tokens(
     exported: Callable[[str], ExportedRun], ask: Callable[[str], Any], name: str
 ) -> None:
