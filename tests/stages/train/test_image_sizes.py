@@ -1,5 +1,6 @@
 """Samples whose tokens depend on the sizes of their images: the longest is found from headers, without decoding."""
 
+import itertools
 from pathlib import Path
 
 import polars as pl
@@ -12,9 +13,10 @@ from m3diff.models.auto_processor import ChatTemplateProcessor
 from m3diff.models.contract import Takes
 from m3diff.models.dialogue import count_longest_branch
 from m3diff.records.errors import DataError
+from m3diff.records.schemas import COUPLE_QUESTION
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import image_figures, image_sizes
-from m3diff.stages.train.batches import SCHEMA, Samples
+from m3diff.stages.train.batches import SCHEMA, Couple, Samples
 from m3diff.stages.train.image_figures import measure_images
 from m3diff.stages.train.image_sizes import find_longest_sample, read_sizes, rows_by_sizes
 from m3diff.stages.train.sample_checks import check_samples
@@ -103,6 +105,23 @@ def test_the_marks_of_a_size_beyond_those_that_were_tried_are_not_missed(tmp_pat
     monkeypatch.setattr(processor, "marks", lambda images: fewer_marks)
     with raises(ParamsError, "train.images_too_long", value=length):
         check_samples(samples, "train", "auto", TAKES, processor, length - 1)
+
+
+def test_the_longest_couple_is_measured_with_its_own_images(tmp_path, processor):
+    rows = [((LARGE,), "a"), ((SMALL,), "x" * 40), ((WIDE,), "b"), ((SMALL,), "c")]
+    table = samples_of(tmp_path, *rows).table.with_columns(pl.lit("What is there?").alias(COUPLE_QUESTION))
+    samples = Samples(table)
+    lengths = {}
+    for first, second in itertools.permutations(range(len(rows)), 2):
+        images = [samples.images(row)[0] for row in (first, second)]
+        marks = processor.prepare(load_image(*image) for image in images).marks
+        (turns,) = samples.dialogues_of(Couple(first, second))
+        lengths[count_longest_branch(processor, turns, marks)] = [f"own/{first}", f"own/{second}"]
+    longest = max(lengths)
+    check_samples(samples, "train", "auto", TAKES, processor, longest)
+    with raises(ParamsError, "train.couple_too_long", value=longest) as refusal:
+        check_samples(samples, "train", "auto", TAKES, processor, longest - 1)
+    assert sorted(refusal.value.fields["names"]) == sorted(lengths[longest]) == ["own/0", "own/1"]
 
 
 def test_an_image_without_a_grid_is_named_with_its_path(tmp_path, processor):
