@@ -46,14 +46,16 @@ MAX_EXAMPLES = 3  # maximum number of names that an error message lists
 
 @dataclass(frozen=True)
 class AutoSettings(Settings):
-    """Settings of the family `auto`.
+    """Settings of any vision-language model of transformers, the family `auto`.
 
     module: always null.
+    align: always null.
     lora: adapters of the linear layers of each part that has a learning rate. A part without linear layers is trained
         in full, and rank 0 trains all parts in full.
-    processor: settings of the base's image processor, in its own words, such as {max_pixels: 401408}. They are saved
+    processor: settings of the base's image processor, in its own words, such as {max_pixels: 401408}, with {} for those
+        of its folder. They bound the resolution, and are saved with the model.
+    template: arguments of the base's chat template, such as {enable_thinking: false}, with {} for none. They are saved
         with the model.
-    template: arguments of the base's chat template, such as {enable_thinking: false}. They are saved with the model.
     """
 
     family: Literal["auto"]

@@ -42,6 +42,9 @@ TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 ANSWER = "\u241f"  # stands for an answer when the chat template is probed
 ASKS_TO_THINK = re.compile(r"<think>\s*$")
+# A setting bounds the resolution if a smaller value leaves at most this share of the tokens. Rounding to other patches
+# changes less
+MAX_SHARE_WITH_BOUND = 2 / 3
 BLANK_SIDE = 64  # pixels; a processor enlarges a smaller image
 
 
@@ -114,6 +117,13 @@ class ChatTemplateProcessor:
         path = Path(folder)
         choices = read_choices(path)
         stock = StockProcessor.of_folder(path, settings, choices["image_backend"])
+        if settings:
+            try:
+                stock.processor.image_processor([Image.new("RGB", (BLANK_SIDE, BLANK_SIDE))])
+            except Exception as error:  # a processor raises errors of any class for values that it does not expect
+                raise ParamsError(
+                    "models.processor_setting_refused", field="processor", value=dict(settings), cause=cause_of(error)
+                ) from error
         image_token_id = getattr(config, "image_token_id", None)
         if image_token_id is None:
             image_token_id = getattr(config, "image_token_index", None)
@@ -316,24 +326,22 @@ class ChatTemplateProcessor:
     def settings_that_bound_tokens(self, images: Sequence[Image.Image]) -> dict[str, Any]:
         """Return the settings of the image processor that bound the resolution of these images, with their values.
 
-        Each setting is halved, and it is a bound if the images then have fewer tokens. No names of settings are known
-        here, because each base has its own.
+        No names of settings are known here, because each base has its own. A setting is a bound if the images have far
+        fewer tokens with a quarter or half of its value.
         """
         rgb_images = [image.convert("RGB") for image in images]
-        tokens = self._count_tokens_with(rgb_images, {})
+        most_tokens = MAX_SHARE_WITH_BOUND * self._count_tokens_with(rgb_images, {})
         pixels = max(image.width * image.height for image in rgb_images)
         bounds = {}
         for name in known_settings(self.processor.image_processor):
-            value = getattr(self.processor.image_processor, name, None)
-            smaller_value = reduce_setting(name, value, pixels)
-            if smaller_value is None:
-                continue
-            try:
-                is_bound = self._count_tokens_with(rgb_images, {name: smaller_value}) < tokens
-            except Exception:  # a processor raises errors of any class for settings that do not fit together
-                continue
-            if is_bound:
-                bounds[name] = plain_setting(value)
+            value = plain_setting(getattr(self.processor.image_processor, name, None))
+            for smaller_value in smaller_settings(name, value, pixels):
+                try:
+                    tokens = self._count_tokens_with(rgb_images, {name: smaller_value})
+                except Exception:  # a processor raises errors of any class for settings that do not fit together
+                    continue
+                if tokens <= most_tokens:
+                    bounds[name] = value
         return bounds
 
     def _count_tokens_with(self, images: list[Image.Image], settings: dict[str, Any]) -> int:
@@ -504,24 +512,25 @@ def plain_setting(value: Any) -> Any:
     return value
 
 
-def reduce_setting(name: str, value: Any, pixels: int) -> Any:
-    """Return a smaller value of a setting of an image processor, or None if there is none.
+def smaller_settings(name: str, value: Any, pixels: int) -> list[Any]:
+    """Return smaller values of a setting of an image processor, which may not be valid.
 
     Args:
+        value: the value, as `plain_setting` returns it.
         pixels: number of pixels of an image, to choose a value for a maximum that is not set.
     """
-    plain_value = plain_setting(value)
     if name == "do_resize":
-        return None  # without it, an image keeps a size that the model may not take
-    if isinstance(plain_value, bool):
-        return False if plain_value else None
-    if isinstance(plain_value, int):
-        return plain_value // 2 if plain_value > 1 else None
-    if isinstance(plain_value, dict):
-        return {key: number // 2 for key, number in plain_value.items() if isinstance(number, int)} or None
-    if isinstance(plain_value, list | tuple):
-        return plain_value[: len(plain_value) // 2] or None
-    return pixels // 64 if plain_value is None and name.startswith("max_") else None
+        return []  # without it, an image keeps a size that the model may not take
+    if isinstance(value, bool):
+        return [False] if value else []
+    if isinstance(value, int):
+        return [value // divisor for divisor in (4, 2) if value >= divisor]
+    if isinstance(value, dict):
+        numbers = {key: number for key, number in value.items() if isinstance(number, int)}
+        return [{key: number // divisor for key, number in numbers.items()} for divisor in (4, 2) if numbers]
+    if isinstance(value, list | tuple):
+        return [value[: len(value) // 2]]
+    return [pixels // 64] if value is None and name.startswith("max_") else []
 
 
 def padding_of(name: str) -> int:

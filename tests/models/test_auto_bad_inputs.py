@@ -94,6 +94,10 @@ def use_unknown_processor(base: Path) -> None:
     change_json(base / "preprocessor_config.json", processor_class="OwnProcessor")
 
 
+def use_processor_without_sizes(base: Path) -> None:
+    change_json(base / "preprocessor_config.json", merge_size="two")
+
+
 def use_damaged_processor(base: Path) -> None:
     (base / "preprocessor_config.json").write_text('{"image')
 
@@ -109,6 +113,7 @@ BROKEN_BASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a template that asks to think": (think_first, "models.template_asks_to_think", ""),
     "no template": (lambda base: (base / "chat_template.json").unlink(), "models.no_chat_template", ""),
     "an unknown processor": (use_unknown_processor, "models.no_processor_of_images", ""),
+    "a processor that cannot process images": (use_processor_without_sizes, "models.processor_not_loaded", ""),
     "a damaged processor": (use_damaged_processor, "models.not_json", "preprocessor_config.json"),
 }
 
@@ -161,11 +166,12 @@ def test_a_missing_base_is_reported_once(tmp_path):
     ("settings", "code", "field"),
     [
         ({"processor": {"max_pixel": 1024}}, "models.unknown_processor_setting", "processor.max_pixel"),
+        ({"processor": {"max_pixels": "big"}}, "models.processor_setting_refused", "processor"),
         ({"template": {"enable_thinking": False}}, "models.unknown_template_argument", "template.enable_thinking"),
     ],
-    ids=["processor", "template"],
+    ids=["processor", "value", "template"],
 )
-def test_a_setting_that_the_base_does_not_know_is_reported_with_its_key(sound_base, settings, code, field):
+def test_a_setting_that_the_base_does_not_take_is_reported_with_its_key(sound_base, settings, code, field):
     (fault,) = faults_of_model(params_of(sound_base, **settings))
     assert fault.code == code
     assert fault.fields["key"] == "models.vlm"
@@ -202,9 +208,8 @@ def test_preflight_names_the_longest_sample_and_the_settings_that_shorten_it(bas
     assert fault.fields["sizes"] == ["150 x 150", "150 x 150"]
     assert fault.fields["image_tokens"] == 50
     size = {"longest_edge": 160 * 160, "shortest_edge": 32 * 32}
-    names = fault.fields["names"]
-    assert f"models.vlm.processor.size (now {size})" in names
-    assert "models.vlm.processor.max_pixels (not set)" in names
+    names = ["models.vlm.processor.max_pixels (not set)", f"models.vlm.processor.size (now {size})"]
+    assert sorted(fault.fields["names"]) == names
 
 
 def test_preflight_accepts_samples_within_the_limit(base, tmp_path):

@@ -4,7 +4,7 @@ The sizes are read from the headers of the files. A processor chooses its grid b
 the same sizes have the same tokens. Each combination of sizes is prepared at most once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -153,6 +153,28 @@ def find_longest_sample(
                 longest = LongestSample(row, tokens, sizes)
                 longest_tokens = tokens
     return longest
+
+
+def count_tokens_in_couples(samples: Samples, rows: Sequence[int], processor: Processor) -> dict[int, int]:
+    """Return how many tokens the single image of each row has in a couple.
+
+    They are measured with a couple of two images of its size, because processors may treat single images differently.
+    Rows whose images cannot be read are left out.
+    """
+    sizes = read_sizes(samples)
+    tokens_of_text = count_longest_branch(processor, (Turn(""),), ())
+    tokens_by_size: dict[ImageSize, int] = {}
+    tokens = {}
+    for row in rows:
+        size = sizes.get(samples.images(row)[0].uri)
+        if size is None:
+            continue
+        if size not in tokens_by_size:
+            marks = prepare_marks(processor, (size, size))
+            tokens_of_couple = count_longest_branch(processor, (Turn(""),), marks) - tokens_of_text
+            tokens_by_size[size] = tokens_of_couple // 2
+        tokens[row] = tokens_by_size[size]
+    return tokens
 
 
 def fault_of_long_sample(

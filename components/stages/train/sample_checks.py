@@ -4,12 +4,13 @@ Nothing is cut to a length or left out during training.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import polars as pl
 
+from m3diff.images.open import load_image
 from m3diff.models.contract import Processor, Takes
 from m3diff.models.dialogue import count_longest_branch
 from m3diff.records.errors import Fault
@@ -19,6 +20,7 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.train.batches import Samples, join_captions
 from m3diff.stages.train.image_sizes import (
     check_grids,
+    count_tokens_in_couples,
     fault_of_long_sample,
     find_longest_sample,
     read_sizes,
@@ -59,7 +61,7 @@ def check_samples(
         _check_lengths(samples, processor, max_tokens)
     if max_tokens is not None:
         for dataset in samples.singles:
-            _check_lengths_of_couples(samples, dataset, processor, max_tokens)
+            _check_lengths_of_couples(samples, dataset, takes, processor, max_tokens)
 
 
 def faults_of_samples(samples: Samples, split: str, family: str, takes: Takes, processor: Processor) -> Iterator[Fault]:
@@ -168,7 +170,9 @@ def _check_lengths(samples: Samples, processor: Processor, max_tokens: int) -> N
         )
 
 
-def _check_lengths_of_couples(samples: Samples, dataset: str, processor: Processor, max_tokens: int) -> None:
+def _check_lengths_of_couples(
+    samples: Samples, dataset: str, takes: Takes, processor: Processor, max_tokens: int
+) -> None:
     """Check that no couple of a dataset is longer than `max_tokens`, whichever samples an epoch joins.
 
     Raises:
@@ -179,13 +183,20 @@ def _check_lengths_of_couples(samples: Samples, dataset: str, processor: Process
     captions = captions.sort("text_bytes", descending=True, maintain_order=True)
     questions = captions[COUPLE_QUESTION].unique()
     marks = processor.marks(PAIR)
-    tokens_without_text = max(count_longest_branch(processor, (Turn(question),), marks) for question in questions)
-    # each caption may get a full stop, and a space joins them
-    if tokens_without_text + captions["text_bytes"].head(2).sum() + 3 <= max_tokens:
-        return
-    longest_captions = _find_longest_captions(samples, captions, dataset, processor)
+    image_tokens: dict[int, int] = {}
+    if takes.fixed_marks:
+        tokens_without_text = max(count_longest_branch(processor, (Turn(question),), marks) for question in questions)
+        # each caption may get a full stop, and a space joins them
+        if tokens_without_text + captions["text_bytes"].head(2).sum() + 3 <= max_tokens:
+            return
+    else:
+        image_tokens = count_tokens_in_couples(samples, captions["row"].to_list(), processor)
+    longest_captions = _find_longest_captions(samples, captions, dataset, processor, image_tokens)
     if len(longest_captions) < 2:
         return
+    if not takes.fixed_marks:
+        images = [samples.images(caption["row"])[0] for caption in longest_captions]
+        marks = processor.prepare(load_image(*image) for image in images).marks
     answer = join_captions(*(caption["answer"] for caption in longest_captions))
     tokens = max(count_longest_branch(processor, (Turn(question, answer),), marks) for question in questions)
     if tokens > max_tokens:
@@ -200,20 +211,27 @@ def _check_lengths_of_couples(samples: Samples, dataset: str, processor: Process
 
 
 def _find_longest_captions(
-    samples: Samples, captions: pl.DataFrame, dataset: str, processor: Processor
+    samples: Samples,
+    captions: pl.DataFrame,
+    dataset: str,
+    processor: Processor,
+    image_tokens: Mapping[int, int],
 ) -> list[dict[str, Any]]:
-    """Return the longest captions in tokens of two different image sets, the longest first.
+    """Return the captions of two different image sets that have the most tokens with their images, the longest first.
 
     Args:
         captions: the captions of the dataset with their `row` and `text_bytes`, the longest in bytes first.
+        image_tokens: tokens of the image of each row. Empty if all images have the same number.
     """
     starts = samples.singles[dataset].starts
+    most_image_tokens = max(image_tokens.values(), default=0)
     longest: dict[int, tuple[int, dict[str, Any]]] = {}  # tokens and caption of up to two image sets
     for caption in captions.iter_rows(named=True):
         # a text has at most one token per byte, and an end token
-        if len(longest) == 2 and caption["text_bytes"] + 1 <= min(tokens for tokens, _ in longest.values()):
+        most_tokens = caption["text_bytes"] + 1 + most_image_tokens
+        if len(longest) == 2 and most_tokens <= min(tokens for tokens, _ in longest.values()):
             break
-        tokens = len(processor.encode_answer(caption["answer"]))
+        tokens = len(processor.encode_answer(caption["answer"])) + image_tokens.get(caption["row"], 0)
         image_set = int(np.searchsorted(starts, caption["row"], side="right"))
         if image_set not in longest or tokens > longest[image_set][0]:
             longest[image_set] = (tokens, caption)

@@ -1,6 +1,8 @@
 """Samples whose tokens depend on the sizes of their images: the longest is found from headers, without decoding."""
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import polars as pl
 import pytest
@@ -10,13 +12,16 @@ from m3diff.images.open import ImageSize, load_image, read_image_size
 from m3diff.models import FAMILIES
 from m3diff.models.auto_processor import ChatTemplateProcessor
 from m3diff.models.contract import Takes
+from m3diff.models.device import Device
 from m3diff.models.dialogue import count_longest_branch
 from m3diff.records.errors import DataError
+from m3diff.records.schemas import COUPLE_QUESTION
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import image_figures, image_sizes
-from m3diff.stages.train.batches import SCHEMA, Samples
+from m3diff.stages.train.batches import SCHEMA, Couple, Loader, Samples
 from m3diff.stages.train.image_figures import measure_images
 from m3diff.stages.train.image_sizes import find_longest_sample, read_sizes, rows_by_sizes
+from m3diff.stages.train.loop import COUNTED_SEQUENCES_WITH_IMAGES, Training
 from m3diff.stages.train.sample_checks import check_samples
 from tests.errors import raises
 from tests.tiny_vlm import BASES, write_processor
@@ -105,6 +110,23 @@ def test_the_marks_of_a_size_beyond_those_that_were_tried_are_not_missed(tmp_pat
         check_samples(samples, "train", "auto", TAKES, processor, length - 1)
 
 
+def test_the_longest_couple_is_measured_with_its_own_images(tmp_path, processor):
+    rows = [((LARGE,), "a"), ((SMALL,), "x" * 40), ((WIDE,), "b"), ((SMALL,), "c")]
+    table = samples_of(tmp_path, *rows).table.with_columns(pl.lit("What is there?").alias(COUPLE_QUESTION))
+    samples = Samples(table)
+    lengths = {}
+    for first_row, second_row in itertools.permutations(range(len(rows)), 2):
+        images = [samples.images(row)[0] for row in (first_row, second_row)]
+        marks = processor.prepare(load_image(*image) for image in images).marks
+        (turns,) = samples.dialogues_of(Couple(first_row, second_row))
+        lengths[count_longest_branch(processor, turns, marks)] = [f"own/{first_row}", f"own/{second_row}"]
+    longest = max(lengths)
+    check_samples(samples, "train", "auto", TAKES, processor, longest)
+    with raises(ParamsError, "train.couple_too_long", value=longest) as refusal:
+        check_samples(samples, "train", "auto", TAKES, processor, longest - 1)
+    assert sorted(refusal.value.fields["names"]) == sorted(lengths[longest]) == ["own/0", "own/1"]
+
+
 def test_an_image_without_a_grid_is_named_with_its_path(tmp_path, processor):
     samples = samples_of(tmp_path, ((SMALL, SMALL), "a"), ((SMALL, (3, 1000)), "b"))
     path = str(tmp_path / "1-1.png")
@@ -144,3 +166,23 @@ def test_rounding_to_whole_patches_is_not_scaling_down(tmp_path, processor):
     assert figures is not None
     assert figures.scaled_down_share == 0
     assert image_figures.SCALED_DOWN < figures.smallest_scale < 1
+
+
+def test_the_images_of_few_sequences_are_prepared_to_estimate_the_length_of_an_epoch(tmp_path, processor):
+    samples = samples_of(tmp_path, ((SMALL, SMALL), "a"))
+    prepared_sequences = []
+    training = Training.__new__(Training)
+    training.family = FAMILIES["auto"]
+    training.processor = processor
+    training.packing = training.family.packing()
+    training.loader = Loader(samples, processor, training.packing, 1, Device(False, "fp32"))
+    sequences = samples.image_sets() * 100
+    training.schedule = SimpleNamespace(samples=samples, epoch=lambda epoch: sequences)  # type: ignore[assignment]
+
+    def prepare_images(sequence, visit):
+        prepared_sequences.append(sequence)
+        return processor.blank_pair()
+
+    training.loader.prepare_images = prepare_images  # type: ignore[method-assign]
+    training.measure_lengths()
+    assert len(prepared_sequences) == COUNTED_SEQUENCES_WITH_IMAGES
