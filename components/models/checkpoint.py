@@ -54,18 +54,20 @@ TUNED = "tuned.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS_SUFFIX = ".safetensors"
 
-# Files next to the weights that transformers reads even if the manifest does not list them
+# Files next to the weights that are read even if the manifest does not list them
 CONFIGURATION_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "config.json",
     "generation_config.json",
+    "m3diff_processor.json",
     "preprocessor_config.json",
     "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
 )
 MAX_EXAMPLES = 3  # maximum number of weights that an error message lists
 # Remedy in a warning. The remedies of errors are in messages.toml.

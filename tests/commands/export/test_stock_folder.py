@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,15 @@ from transformers.utils import is_torchvision_available
 from m3diff.commands.export.hub import export_hub
 from m3diff.images.open import load_image
 from m3diff.models.auto_processor import CHOICES
-from m3diff.models.checkpoint import ADAPTERS, LORA, TUNED, load_model, verify_manifest
+from m3diff.models.checkpoint import (
+    ADAPTERS,
+    LORA,
+    TUNED,
+    export_checkpoint,
+    load_model,
+    verify_files_to_load,
+    verify_manifest,
+)
 from m3diff.models.foreign_code import ForeignCodeError
 from m3diff.models.generation import load_captioner
 from m3diff.records.sample import Turn
@@ -265,3 +274,24 @@ def test_a_checkpoint_with_code_is_not_exported(exported: Callable[[str], Export
     finally:
         code.unlink()
     assert not (tmp_path / "out").exists()
+
+
+def test_exported_adapters_answer_alike_on_their_base(exported: Callable[[str], ExportedRun], tmp_path: Path) -> None:
+    run = exported("idefics3")
+    export_checkpoint(run.checkpoint, tmp_path / "adapters", adapters=True)
+    export_checkpoint(run.checkpoint, tmp_path / "merged", adapters=False)
+    image_sets = [[load_image(path) for path in pair] for pair in run.pairs]
+    captions = load_captioner(run.checkpoint, MAX_NEW_TOKENS).caption(image_sets)
+    assert load_captioner(tmp_path / "merged", MAX_NEW_TOKENS).caption(image_sets) == captions
+    assert load_captioner(tmp_path / "adapters", MAX_NEW_TOKENS, base=run.base).caption(image_sets) == captions
+
+
+@pytest.mark.parametrize("name", [CHOICES, "video_preprocessor_config.json"])
+def test_a_file_that_was_added_to_the_processor_is_named_in_a_warning(
+    exported: Callable[[str], ExportedRun], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(exported("idefics3").folder, folder)
+    (folder / name).write_text("{}")
+    verify_files_to_load(folder)
+    assert name in caplog.text
