@@ -39,7 +39,7 @@ def base(sound_base: Path, tmp_path: Path) -> Path:
 
 
 def values_of(base: Path, train: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """Return the parameters of a run that trains this base on the folder `pairs` beside it, as `params.yaml` has them."""
+    """Return the parameters of a run that trains this base on the folder `pairs` beside it, by section."""
     values = copy.deepcopy(EMBEDDED)
     values["models"] = {"vlm": SETTINGS | settings}
     values["train"] |= {"model": "vlm", "base": str(base)} | (train or {})
