@@ -46,6 +46,9 @@ class NoVideos(VideoProcessorMixin):
     """
 
     model_input_names: list[str] = []
+    # SmolVLM's `apply_chat_template` reads both, even for texts and images. A configuration may set them
+    num_frames: int | None = None
+    fps: float | None = None
 
     def __init__(self, configuration: dict[str, Any] | None) -> None:
         super().__init__(**(configuration or {}))  # the attributes may be read by the processor

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
+from transformers.models.smolvlm import processing_smolvlm
 
+from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError, faults_of_model, preflight_data
-from m3diff.models import FAMILIES, stock_processor
-from m3diff.models.foreign_code import CheckpointError
+from m3diff.models import stock_processor
 from m3diff.records.errors import Fault
 from m3diff.settings.rules import check_models
 from m3diff.settings.tree import Params
-from tests.errors import raises
+from tests.errors import Message, raises
 from tests.tiny_vlm import BASES, tiny_vlm, write_processor
 from tests.toy import REPOSITORY
 
@@ -37,8 +38,8 @@ def base(sound_base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound_base, tmp_path / "base"))
 
 
-def params_of(base: Path, train: dict[str, Any] | None = None, **settings: Any) -> Params:
-    """Return the parameters of a run that trains this base on the folder `pairs` beside it."""
+def values_of(base: Path, train: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """Return the parameters of a run that trains this base on the folder `pairs` beside it, by section."""
     values = copy.deepcopy(EMBEDDED)
     values["models"] = {"vlm": SETTINGS | settings}
     values["train"] |= {"model": "vlm", "base": str(base)} | (train or {})
@@ -47,7 +48,11 @@ def params_of(base: Path, train: dict[str, Any] | None = None, **settings: Any) 
     values["promote"] = {"protocol": "own/test"}
     for section in ("synthesize", "augment"):
         values.pop(section, None)
-    return Params.model_validate(values)
+    return values
+
+
+def params_of(base: Path, train: dict[str, Any] | None = None, **settings: Any) -> Params:
+    return Params.model_validate(values_of(base, train, **settings))
 
 
 def change_json(path: Path, **fields: Any) -> None:
@@ -147,6 +152,27 @@ def test_a_processor_that_needs_torchvision_is_reported(tmp_path, monkeypatch):
     assert fault.fields["path"] == tmp_path
 
 
+def write_smolvlm(folder: Path) -> Path:
+    base = BASES["smolvlm"]()
+    base.config.save_pretrained(folder)
+    write_processor(base, folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_a_processor_that_needs_num2words_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    (fault,) = faults_of_model(params_of(write_smolvlm(tmp_path)))
+    assert fault.code == "models.processor_needs_package"
+    assert "num2words" in str(fault)
+    assert fault.fields["path"] == tmp_path
+
+
+def test_a_template_that_asks_for_the_frames_of_videos_is_rendered(tmp_path, monkeypatch):
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    assert list(faults_of_model(params_of(write_smolvlm(tmp_path)))) == []
+
+
 def test_a_model_without_image_features_is_refused(sound_base, monkeypatch):
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -208,7 +234,7 @@ def test_preflight_names_the_longest_sample_and_the_settings_that_shorten_it(bas
     assert fault.fields["sizes"] == ["150 x 150", "150 x 150"]
     assert fault.fields["image_tokens"] == 50
     size = {"longest_edge": 160 * 160, "shortest_edge": 32 * 32}
-    names = ["models.vlm.processor.max_pixels (not set)", f"models.vlm.processor.size (now {size})"]
+    names = ["models.vlm.processor.max_pixels", f"models.vlm.processor.size (now {size})"]
     assert sorted(fault.fields["names"]) == names
 
 
@@ -217,11 +243,15 @@ def test_preflight_accepts_samples_within_the_limit(base, tmp_path):
     assert list(faults_of_model(params_of(base, {"max_tokens": 70}))) == []
 
 
-def test_training_checks_the_base_before_it_loads_weights(base):
-    use_pickles(base)
-    settings = params_of(base).models["vlm"]
-    with raises(CheckpointError, "models.pickle"):
-        FAMILIES["auto"].check_base(base, settings)
+def test_training_checks_the_base_before_it_starts(base, tmp_path, monkeypatch, capsys):
+    (base / "chat_template.json").unlink()
+    file = tmp_path / "params.yaml"
+    file.write_text(yaml.safe_dump(values_of(base)))
+    monkeypatch.setattr("m3diff.stages.train.stage.train", None)
+    monkeypatch.setattr("m3diff.commands.plan.check_memory", lambda run: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--params", str(file), "train"])
+    assert Message("models.no_chat_template", path=base).in_text(capsys.readouterr().err)
 
 
 # Settings

@@ -200,7 +200,7 @@ def fault_of_long_sample(
     settings = processor.settings_that_bound_tokens(images)
     names = []
     for name, value in settings.items():
-        names.append(f"{section}.{name} ({'not set' if value is None else f'now {value}'})")
+        names.append(f"{section}.{name}" if value is None else f"{section}.{name} (now {value})")
     code = "train.images_too_long" if names else "train.images_too_long_for_any_setting"
     sizes = [f"{size.width} x {size.height}" for size in longest.sizes]
     image_tokens = processor.count_image_tokens(processor.encode_prompt((Turn(""),), marks))
