@@ -183,7 +183,7 @@ def test_a_process_without_the_project_generates_equal_tokens(
     for kind in ("merged", "adapters"):
         assert answers[kind]["tokens"] == [answer.tokens for answer in answers["own"]]
         for logits, answer in zip(answers[kind]["logits"], answers["own"], strict=True):
-            torch.testing.assert_close(logits, answer.logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits, answer.logits, rtol=5e-4, atol=5e-4)  # adapters round otherwise
 
 
 @pytest.mark.slow(20)
