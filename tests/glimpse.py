@@ -135,6 +135,10 @@ class GlimpseProcessor:
         patches = images["patches"].to(device, non_blocking=True).float() / 127.5 - 1
         return {"patches": patches, "grids": images["grids"]}
 
+    def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return no argument."""
+        return {}
+
     def decode(self, tokens: Tensor) -> list[str]:
         """Decode generated token ids into texts."""
         return [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]

@@ -429,9 +429,11 @@ def changechat_record(split: str, number: int, flag: int | None, *texts: str) ->
     return record if flag is None else record | {"changeflag": flag}
 
 
-def changechat_records(split: str, number: int, flag: int) -> dict[str, list[dict[str, Any]]]:
+def changechat_records(
+    split: str, number: int, flag: int, answers_by_kind: Mapping[str, Sequence[Any]]
+) -> dict[str, list[dict[str, Any]]]:
     """Return the records of a pair, by kind. Those about places and the dialogues have no `changeflag`."""
-    answers = {kind: pair_answers[1 - flag] for kind, pair_answers in CHANGECHAT_ANSWERS.items()}
+    answers = {kind: answers_of_kind[1 - flag] for kind, answers_of_kind in answers_by_kind.items()}
     records = {}
     for kind in ("binary", "count", "localisation"):
         flag_of_row = None if kind == "localisation" else flag
@@ -445,15 +447,19 @@ def changechat_records(split: str, number: int, flag: int) -> dict[str, list[dic
     return records
 
 
-def write_changechat(root: Path) -> Path:
-    """Write ChangeChat-105k: in train and test, a pair with a change and a pair without one."""
+def write_changechat(root: Path, answers: Mapping[str, Sequence[Any]] = CHANGECHAT_ANSWERS) -> Path:
+    """Write ChangeChat-105k: in train and test, a pair with a change and a pair without one.
+
+    Args:
+        answers: by kind, the answer about a pair with a change and about a pair without one.
+    """
     (root / "annotations").mkdir(parents=True)
     records: dict[str, list[Any]] = {}
     for shade, (split, number, flag) in enumerate((("train", 1, 1), ("train", 2, 0), ("test", 4, 1), ("test", 5, 0))):
         for side_number, side in enumerate("AB"):
             path = root / f"images/{split}/{side}/{split}_{number:06d}.png"
             save_picture(path, shade, 40 * shade + 20 * side_number)
-        records_by_kind = changechat_records(split, number, flag)
+        records_by_kind = changechat_records(split, number, flag, answers)
         if split == "train":
             for records_of_kind in records_by_kind.values():
                 records.setdefault("train", []).extend(records_of_kind)

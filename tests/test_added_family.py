@@ -42,7 +42,7 @@ CHANGES: dict[str, Any] = {"epochs": 3, "max_captions_per_sequence": 2, "caption
 
 
 def rows_of_image_set(folder: Path, split: str, number: int) -> list[dict[str, Any]]:
-    """Return the samples of a pair, an image or no image, by turns. Every fourth has a turn before its question."""
+    """Return the samples of an image set with two images, one or none. Every fourth has a turn before its question."""
     rows = pair_rows(folder, split, "toy", number)
     for seed, image in enumerate(rows[0]["images"]):
         colour_image(2 * number + seed, SHAPES[(number + seed) % len(SHAPES)]).save(image["uri"])

@@ -91,7 +91,7 @@ def test_the_table_of_pairs_and_samples_is_what_the_plan_counts() -> None:
 
 
 def samples_of_onediff(stage: str) -> list[list[str]]:
-    """Return the rows of the page's table of OneDiff's samples for a stage, as the published counts give them."""
+    """Return the rows of a stage in the page's table of OneDiff's samples, computed from the published counts."""
     params = load_params(profile("onediff"))
     align = params.models["onediff"].align
     assert align is not None

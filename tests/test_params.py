@@ -40,7 +40,7 @@ NEIGHBOURS |= {"band": [0.9, 0.7], "candidates": 3, "max_text_similarity": 0.7, 
 OMNIDIFF = {"reader": "omnidiff", "root": "data/01_raw/omnidiff"}
 M3DIFF = EMBEDDED["models"]["m3diff"]
 MINICHANGE = EMBEDDED["synthesize"]["minichange"]
-FAMILY_NAMES = ["blip2idc", "m3diff", "onediff"]
+FAMILY_NAMES = ["auto", "blip2idc", "m3diff", "onediff"]
 FAMILY_PARTS = ["vision", "module", "projector", "llm"]
 ALIGN_OF_A_DECODER = {"datasets": ["minichange"], "epochs": 1, "global_batch": 16, "rates": {"decoder": 0.1}}
 EXTRA = "ingest.datasets.extra"
@@ -397,6 +397,13 @@ FAULTS_OF_OTHERS = {
     ),
     "the address of an endpoint": (made_dataset("made", writer=ENDPOINT), ["augment.made.writer.url"]),
 }
+
+
+def test_two_datasets_may_read_one_folder_with_different_options(write):
+    entry = {"reader": "nlvr2", "root": "data/01_raw/nlvr2"}
+    questions = entry | {"options": {"questions": True}}
+    params = load_params(write({"ingest.datasets.captions": entry, "ingest.datasets.questions": questions}))
+    assert params.ingest.datasets["captions"].root == params.ingest.datasets["questions"].root
 
 
 @pytest.mark.parametrize("topic", FAULTS_OF_OTHERS)

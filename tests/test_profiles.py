@@ -268,7 +268,7 @@ def test_comments_behind_values_of_a_profile_are_kept_unless_the_value_is_replac
     assert "\n  gpu_kind: A100-40GB  # the paper says A100; 40 GB is our choice\n" in text
 
 
-def test_the_written_questions_are_the_packages_file_as_seen_from_the_working_directory(monkeypatch, tmp_path):
+def test_the_path_of_the_written_questions_is_relative_to_the_working_directory(monkeypatch, tmp_path):
     profile = PROFILES / "embedded.yaml"
     assert complete_values(profile)["convert"]["questions"] == str(PROFILES.resolve() / "questions.yaml")
     monkeypatch.chdir(REPOSITORY)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from m3diff.__main__ import COMMANDS, USAGE, main
+from m3diff.models import FAMILIES
 from m3diff.provenance import code, dvc
 from m3diff.provenance.dvc import require_unchanged_inputs, watched_inputs
 from m3diff.provenance.git import git
@@ -202,6 +203,22 @@ def repro(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "dvc", "repro", *arguments]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return done.returncode, done.stdout
+
+
+def files_of_family(stage: str, family: str) -> set[str]:
+    """Return the files under models/ whose code a stage runs with a family."""
+    digests = code.digest_code(code.PACKAGE_FOLDER / "stages" / stage / "stage.py", [FAMILIES.modules[family]])
+    return {name.removeprefix("components/models/") for name in digests if name.startswith("components/models/")}
+
+
+@pytest.mark.parametrize("stage", ["train", "predict"])
+def test_the_code_of_a_family_is_not_that_of_runs_of_other_families(stage: str) -> None:
+    files_of_auto = files_of_family(stage, "auto")
+    own_files = {"auto.py", "auto_processor.py", "stock_processor.py", "cached_prompts.py", "template_defaults.py"}
+    assert own_files <= files_of_auto
+    for family in ("m3diff", "onediff", "blip2idc"):
+        assert not own_files & files_of_family(stage, family)
+    assert not {"m3diff.py", "llava.py", "onediff.py", "blip2idc.py"} & files_of_auto
 
 
 @pytest.mark.fault("B1")

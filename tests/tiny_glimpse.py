@@ -56,6 +56,6 @@ def tiny_glimpse(folder: Path, seed: int = 1) -> Path:
 
 
 def glimpse_settings(rank: int = 2) -> GlimpseSettings:
-    """Return the settings of a tiny Glimpse, all parts of which are trained."""
+    """Return settings that train all parts of a tiny Glimpse."""
     rates = {"vision": 3e-3, "projector": 3e-3, "llm": 3e-3}
     return GlimpseSettings("glimpse", Lora(rank, 2 * rank or 1), rates)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _run(params: Params, args: argparse.Namespace) -> None:
-    from m3diff.commands.plan import Run, check_fits, make_plan, plan_alignment, print_plan
+    from m3diff.commands.plan import Run, check_fits, plan_alignment, plan_run, print_plan
     from m3diff.models.checkpoint import check_base
     from m3diff.settings.compute import GPUS
 
@@ -22,7 +22,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     gpu = GPUS[gpu_kind] if gpu_kind else None
     planned_run = Run.from_params(params)
     alignment_plan = plan_alignment(planned_run)
-    training_plan = make_plan(planned_run)
+    training_plan = plan_run(planned_run)
     if alignment_plan is not None:
         print("the alignment before the fine-tuning")
         print_plan(alignment_plan, params.compute, gpu, args.utilisation)

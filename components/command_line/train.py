@@ -18,6 +18,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
 
     check_paths(params, "train")
     from m3diff.commands.plan import Run, check_memory, warnings_before_training
+    from m3diff.models import FAMILIES
     from m3diff.models.checkpoint import check_base
     from m3diff.registry.tracking import log_curves_while_training
     from m3diff.stages.convert.stage import require_test_pairs
@@ -27,6 +28,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     require_test_pairs(paths.mixture, params.promote.protocol)
     check_base(params.train.base)
     planned_run = Run.from_params(params)
+    FAMILIES[planned_run.settings.family].check_base(params.train.base, planned_run.settings)
     check_memory(planned_run)
     warnings = warnings_before_training(planned_run)
     for warning in warnings:

@@ -1,5 +1,7 @@
 """Check a machine and its data before a long run: disk, memory, GPUs, Java, SPICE, MLflow and test pairs."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import subprocess
@@ -7,9 +9,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import polars as pl
 import psutil
+import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
@@ -18,7 +22,7 @@ from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
 from m3diff.records.errors import DataError, Fault, cause_of
 from m3diff.records.machine import free_memory
-from m3diff.records.schemas import RETENTION
+from m3diff.records.schemas import RAW_SCHEMA, RETENTION
 from m3diff.registry import tracking
 from m3diff.registry.decisions import read_decisions
 from m3diff.registry.moves import find_lost_champion
@@ -27,12 +31,16 @@ from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import try_spice
 from m3diff.settings.rules import missing_inputs
-from m3diff.settings.section import ParamsError
+from m3diff.settings.section import ParamsError, prefix_key
 from m3diff.settings.tree import Params
 from m3diff.stages.convert.params import MixtureSource
-from m3diff.stages.convert.stage import load_questions
+from m3diff.stages.convert.stage import draw_keys, evaluation_samples, load_questions, training_samples
 from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
+from m3diff.stages.ingest.stage import to_records
 from m3diff.stages.train.params import MOMENTS
+
+if TYPE_CHECKING:  # importing torch takes seconds, and most runs do not need it here
+    from m3diff.stages.train.batches import Samples
 
 GIB = 2**30
 DISK_RESERVE = 1 * GIB  # disk space for the outputs of the small stages, logs and the report
@@ -73,7 +81,12 @@ def preflight_data(params: Params) -> None:
     Raises:
         NotReadyError: at least one check failed.
     """
-    faults = [*base_faults(params), *faults_of_test_pairs(params), *faults_of_retention_sets(params)]
+    faults = [
+        *base_faults(params),
+        *faults_of_model(params),
+        *faults_of_test_pairs(params),
+        *faults_of_retention_sets(params),
+    ]
     if faults:
         raise NotReadyError("preflight.cannot_train", faults=faults)
 
@@ -183,6 +196,81 @@ def base_faults(params: Params) -> Iterator[Fault]:
     Without this check, DVC would report a missing file hours later and without a remedy.
     """
     yield from missing_inputs(params, "train")
+
+
+def faults_of_model(params: Params) -> Iterator[Fault]:
+    """Yield a fault if the base cannot be trained, or for each split whose largest sample the model cannot process.
+
+    The samples are checked if their number of tokens depends on their images, with the processor of the base.
+    """
+    settings = params.models[params.train.model]
+    family = FAMILIES[settings.family]
+    if missing_inputs(params, "train"):
+        return  # `base_faults` reports them
+    try:
+        processor = family.check_base(params.train.base, settings)
+    except (DataError, ParamsError) as error:
+        key = "train.base" if isinstance(error, DataError) else f"models.{params.train.model}"
+        yield prefix_key(key, error.fault)
+        return
+    if processor is None or family.takes.fixed_marks:
+        return
+    from m3diff.stages.train.sample_checks import check_largest_images
+
+    for split, samples in samples_by_split(params).items():
+        max_tokens = params.train.max_tokens if split in ("train", "val") else None
+        try:
+            check_largest_images(samples, processor, max_tokens, params.train.model)
+        except (DataError, ParamsError) as error:
+            yield error.fault
+
+
+def samples_by_split(params: Params) -> dict[str, Samples]:
+    """Return the samples that ingest and convert would make of the datasets, by split.
+
+    As in `faults_of_test_pairs`, datasets that do not exist yet or cannot be read are skipped, and so are their rows
+    with a fault.
+    """
+    from m3diff.stages.train.batches import Samples
+
+    tables: dict[str, list[pl.DataFrame]] = {}
+    for name, entry in params.ingest.datasets.items():
+        if not entry.root.is_dir():
+            continue
+        try:
+            samples = samples_of_dataset(params, name, entry)
+        except (DataError, ParamsError):
+            continue
+        for (split,), rows in samples.partition_by("split", as_dict=True).items():
+            tables.setdefault(str(split), []).append(rows)
+    return {split: Samples(pl.concat(rows, how="diagonal")) for split, rows in sorted(tables.items())}
+
+
+def samples_of_dataset(params: Params, name: str, entry: DatasetEntry) -> pl.DataFrame:
+    """Return the samples of a dataset, with the columns of SCHEMA and `split`.
+
+    Raises:
+        DataError: an annotation file cannot be used.
+        ParamsError: the file of questions cannot be used.
+    """
+    from m3diff.stages.train.batches import SCHEMA
+
+    spec = DATASETS[entry.reader]
+    rows, _ = to_records(name, entry, spec.read(entry.root, **entry.options))
+    records = pl.DataFrame(pa.Table.from_pylist([row for row in rows if row["fault"] is None], RAW_SCHEMA))
+    records = records.unique("id", keep="first", maintain_order=True)
+    pairs = records.drop("images", "history").with_row_index("row")
+    pairs = pairs.hstack(draw_keys(params.convert.seed, records))
+    source = params.convert.sources.get(name, MixtureSource())
+    questions = load_questions(params.convert.questions)[source.task_for(spec.task)]
+    is_trained = pl.col("split") == "train"
+    training, _ = training_samples(
+        pairs.filter(is_trained), questions, source if entry.train_on else MixtureSource(weight=0), params.convert
+    )
+    evaluation = evaluation_samples(pairs.filter(~is_trained), questions)
+    samples = pl.concat([training, evaluation], how="diagonal")
+    samples = samples.hstack(records.select("images", "history")[samples["row"]])
+    return samples.select(*SCHEMA.names(), "split")
 
 
 def faults_of_test_pairs(params: Params) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """ChangeChat-105k: captions of, questions about and dialogues on LEVIR-CC's satellite images of a place at two times.
 
 Page: https://github.com/hanlinwu/DeltaVLM (DeltaVLM, arXiv 2507.22346). The annotations are CC BY 4.0. The images are
-those of LEVIR-CC, whose page does not state a licence; they are not part of the download. `root` is the folder with:
+LEVIR-CC's, whose page does not state a licence; they are not part of the download. `root` is the folder with:
 
     annotations/changechat_105k_train.json     87,935 rows of all kinds; changechat_105k_train_loc.json has the same
                                                rows with other answers about places, so only one of them is read
@@ -13,7 +13,7 @@ those of LEVIR-CC, whose page does not state a licence; they are not part of the
      [{"from": "human", "value": "<image> <image> Please ..."}, {"from": "gpt", "value": "A road is built."}]}
     {"image_A": "test/A/test_000004.png", "image_B": "test/B/test_000004.png", "captions": [5 texts], "changeflag": 1}
 
-The second form is that of the captions of the test split. There is no file for validation. To select a checkpoint, add
+The captions of the test split have the second form. There is no file for validation. To select a checkpoint, add
 LEVIR-CC's validation captions: an entry with the reader `levir_cc` and `train_on: []`; its test pairs are then scored,
 too. `id` numbers the rows and not the pairs, so it is not read. A pair is called by the name of its files, and a
 question by its pair, its kind and its number: "test_000004.png?open-1".
@@ -263,7 +263,7 @@ def kind_of_question(conversation: Conversation) -> Kind:
 
 
 def _note_kinds(facts: PairFacts) -> Iterator[str]:
-    """Yield a sentence for each kind of which not every pair of train has one question."""
+    """Yield a sentence for each kind about which some pairs of train have no question, or several."""
     questions_by_kind = Counter[Kind]()
     for (_, kind), count in facts.questions.items():
         questions_by_kind[kind] += count
@@ -289,12 +289,17 @@ PUBLISHED = Published(
 TEST_PAIRS = PUBLISHED.test.pairs
 SCRIPTS = "hanlinwu/DeltaVLM: scripts"
 CAPTION_SOURCE = f"{SCRIPTS}/test_cap.ipynb, without its vocabulary"
-SUBSET_SOURCE = f"{CAPTION_SOURCE}; LEVIR-CC's numbers of pairs"
-OPEN_SOURCE = f"{SCRIPTS}/test_open_questions.ipynb, without its vocabulary"
+CAPTIONS = Protocol(
+    "caption",
+    published_pairs=TEST_PAIRS,
+    kinds=("caption",),
+    pairs="captions",
+    tokenizer="lowercase",
+    source=CAPTION_SOURCE,
+)
+CAPTION_SUBSET = replace(CAPTIONS, pairs="", source=f"{CAPTION_SOURCE}; LEVIR-CC's numbers of pairs")
 UNLICENSED_IMAGES = "the images are LEVIR-CC's, whose page states no licence"
 WITH_CREDIT = Permission("conditions", f"annotations: credit the authors; {UNLICENSED_IMAGES}")
-
-
 SPEC = DatasetSpec(
     title="ChangeChat-105k",
     page="https://github.com/hanlinwu/DeltaVLM",
@@ -311,30 +316,9 @@ SPEC = DatasetSpec(
     task="changechat",
     published=(PUBLISHED,),
     protocols=(
-        Protocol(
-            "caption",
-            published_pairs=TEST_PAIRS,
-            kinds=("caption",),
-            pairs="captions",
-            tokenizer="lowercase",
-            source=CAPTION_SOURCE,
-        ),
-        Protocol(
-            "change",
-            published_pairs=964,
-            kinds=("caption",),
-            change_types=(CHANGE,),
-            tokenizer="lowercase",
-            source=SUBSET_SOURCE,
-        ),
-        Protocol(
-            "no_change",
-            published_pairs=965,
-            kinds=("caption",),
-            change_types=(NO_CHANGE,),
-            tokenizer="lowercase",
-            source=SUBSET_SOURCE,
-        ),
+        CAPTIONS,
+        replace(CAPTION_SUBSET, name="change", published_pairs=964, change_types=(CHANGE,)),
+        replace(CAPTION_SUBSET, name="no_change", published_pairs=965, change_types=(NO_CHANGE,)),
         Protocol(
             "binary",
             published_pairs=TEST_PAIRS,
@@ -365,7 +349,7 @@ SPEC = DatasetSpec(
             kinds=("open",),
             pairs="open questions",
             tokenizer="lowercase",
-            source=OPEN_SOURCE,
+            source=f"{SCRIPTS}/test_open_questions.ipynb, without its vocabulary",
         ),
     ),
 )

@@ -33,11 +33,24 @@ from m3diff.datasets.conversations import (
 from m3diff.datasets.drawn_split import as_shares, draw_splits
 from m3diff.datasets.files import enumerate_records, read_json
 from m3diff.datasets.pairs import OwnSplit
-from m3diff.datasets.spec import Row, RowsWithNotes, broken_row, find_fault, unexpected
+from m3diff.datasets.spec import Published, Row, RowsWithNotes, SplitCount, broken_row, find_fault, unexpected
 from m3diff.records.errors import DataError, Fault, format_count
 
 CONVERSATIONS = "conversations"
 OTHER_SUFFIXES = (".gif", ".png", ".jpeg", ".webp")  # of a file that a row names .jpg
+
+
+def count_training_rows(part: str, title: str, rows: int, texts: int = 0) -> Published:
+    """Return the published counts of a file, all of whose rows are for training.
+
+    Args:
+        part: name of the dataset in `params.yaml`.
+        title: name of the dataset in papers.
+        rows: number of rows.
+        texts: number of rows without an image.
+    """
+    no_rows = SplitCount(pairs=0, references=0)
+    return Published(part, title, SplitCount(rows, rows, texts=texts), val=no_rows, test=no_rows, images=1)
 
 
 def read_llava(root: Path, manifest: str, images: str, split: OwnSplit) -> RowsWithNotes:
@@ -108,7 +121,7 @@ def _make_row(
     systems.update(conversation.systems)
     conversation = without_marks_of_first_question(conversation)
     paths = tuple(image_files.find(f"{folder}/{image}" if folder else image) for image in images)
-    # the name of an image set differs from that of its records, because their questions are the dataset's own
+    # An image set and its records have different names, because several records may ask about the same image
     image_set = images[0] if images else f"no image {name}"
     return Row(
         name=name,

@@ -15,16 +15,16 @@ TextVQA and Visual Genome. The rows have the form that `llava.py` describes. `ro
 About 250,000 rows share their image with another row. Some addresses of OCR-VQA are dead, so images are missing: a row
 without its image goes to quarantine, and `validate.max_quarantined_share` says how many may. Dialogues of ShareGPT
 contain HTML and long answers; `validate` puts answers with HTML into quarantine, too, and answers above
-`validate.max_caption_chars`. The counts are those of others; this project has not read the file.
+`validate.max_caption_chars`. The counts were published by others; this project has not read the file.
 
 The options are `manifest`, the file; `images`, a folder of the folders of images; and `split` (see `pairs.py`).
 """
 
 from pathlib import Path
 
-from m3diff.datasets.llava import read_llava
+from m3diff.datasets.llava import count_training_rows, read_llava
 from m3diff.datasets.pairs import OwnSplit
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, RowsWithNotes, SplitCount
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, RowsWithNotes
 
 FILE = "llava_v1_5_mix665k.json"
 # rows by the first folder of their image; "" are rows without an image
@@ -52,15 +52,6 @@ SPEC = DatasetSpec(
     licence=Licence.for_every_use("CC BY 4.0", "https://creativecommons.org/licenses/by/4.0/", WITH_CREDIT),
     read=read,
     files=(FILE,),
-    published=(
-        Published(
-            part="llava_instruct",
-            title="LLaVA-665k",
-            train=SplitCount(pairs=ROWS, references=ROWS, texts=ROWS_BY_FOLDER[""]),
-            val=SplitCount(pairs=0, references=0),
-            test=SplitCount(pairs=0, references=0),
-            images=1,
-        ),
-    ),
+    published=(count_training_rows("llava_instruct", "LLaVA-665k", ROWS, ROWS_BY_FOLDER[""]),),
     protocols=(Protocol("test", published_pairs=None),),
 )

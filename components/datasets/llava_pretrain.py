@@ -10,14 +10,14 @@ own and one turn, in which the user asks for a brief description. The rows have 
 
 The options are `manifest`, the file; `images`, the folder of the images; and `split` (see `pairs.py`).
 
-The counts are those of others; this project has not read the file.
+The counts were published by others; this project has not read the file.
 """
 
 from pathlib import Path
 
-from m3diff.datasets.llava import read_llava
+from m3diff.datasets.llava import count_training_rows, read_llava
 from m3diff.datasets.pairs import OwnSplit
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, RowsWithNotes, SplitCount
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, RowsWithNotes
 
 FILE = "blip_laion_cc_sbu_558k.json"
 ROWS = 558_128  # rows, each with an image of its own
@@ -38,15 +38,6 @@ SPEC = DatasetSpec(
     ),
     read=read,
     files=(FILE,),
-    published=(
-        Published(
-            part="llava_pretrain",
-            title="LLaVA-558k",
-            train=SplitCount(pairs=ROWS, references=ROWS),
-            val=SplitCount(pairs=0, references=0),
-            test=SplitCount(pairs=0, references=0),
-            images=1,
-        ),
-    ),
+    published=(count_training_rows("llava_pretrain", "LLaVA-558k", ROWS),),
     protocols=(Protocol("test", published_pairs=None),),
 )

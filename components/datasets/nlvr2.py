@@ -117,8 +117,22 @@ def recognise(root: Path) -> bool:
 WITH_CREDIT = Permission(
     "conditions", "sentences: credit the authors; the photos belong to their owners and are only for research"
 )
-EVALUATION = "lil-lab/nlvr: nlvr2/eval/metrics.py"
 CONSISTENCY = ("consistency",)
+
+
+def _questions_of_part(part: str, count: int) -> Protocol:
+    """Return the protocol with the published number of questions of a part of the test data."""
+    return Protocol(
+        f"{part}_questions",
+        published_pairs=count,
+        ids=f"{part}-.*",
+        pairs=f"questions of {part}",
+        kinds=(TRUE_FALSE,),
+        metrics=CONSISTENCY,
+        source="lil-lab/nlvr: nlvr2/eval/metrics.py",
+    )
+
+
 SPEC = DatasetSpec(
     title="NLVR2",
     page="https://github.com/lil-lab/nlvr",
@@ -136,23 +150,7 @@ SPEC = DatasetSpec(
     task="statement",
     protocols=(
         Protocol("test", published_pairs=None, metrics=CONSISTENCY),
-        Protocol(
-            "test1_questions",
-            published_pairs=6_967,
-            ids="test1-.*",
-            pairs="questions of test1",
-            kinds=(TRUE_FALSE,),
-            metrics=CONSISTENCY,
-            source=EVALUATION,
-        ),
-        Protocol(
-            "test2_questions",
-            published_pairs=6_970,
-            ids="test2-.*",
-            pairs="questions of test2",
-            kinds=(TRUE_FALSE,),
-            metrics=CONSISTENCY,
-            source=EVALUATION,
-        ),
+        _questions_of_part("test1", 6_967),
+        _questions_of_part("test2", 6_970),
     ),
 )

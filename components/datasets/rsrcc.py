@@ -160,8 +160,8 @@ def parse_text(text: str) -> ParsedText:
     r"""Return the question, kind and answer in a value of the column `text`.
 
     Raises:
-        DataError: the text has no question or no answer, the options are not in order, or the answer is none of the
-            possible ones.
+        DataError: the text has no question or no answer, the options are not in order, or the answer is not a
+            possible one.
     """
     plain_text = text.replace("\\n", "\n")
     parts = TEXT_PARTS.fullmatch(plain_text)

@@ -12,7 +12,7 @@ folder, and folders may be nested.
 - A folder called `train`, `val` or `test` (or `training`, `validation`, `valid`, `dev`, `testing`) names the split of
   all pairs in it. The option `split` is the split of all other pairs, or the shares by which splits are drawn.
 - The options `before` and `after` are the ends of the images' names. By default, they are "" and "_1", and any number
-  may stand in place of 1: `0001_0.png`, `0001_02.png`. For fal.ai, they are `{before: _start, after: _end}`.
+  may replace the 1: `0001_0.png`, `0001_02.png`. For fal.ai, the options are `{before: _start, after: _end}`.
 
 An image with a text of its own is never the second image of another: with the texts `a.txt` and `a_1.txt`, the image
 `a_1.png` is an image before. A text that lacks an image, has two second images or has no word is a fault. Images that
@@ -47,7 +47,7 @@ SPLIT_OF_FOLDER: Mapping[str, Split] = {
     "test": "test",
     "testing": "test",
 }
-# Ends of the images' names that `m3diff data check` recognises: those of musubi-tuner, fal.ai, RSRCC and prunaai
+# Ends of the images' names that `m3diff data check` recognises, as musubi-tuner, fal.ai, RSRCC and prunaai use them
 KNOWN_ENDS = (("", "_1"), ("_start", "_end"), ("_before", "_after"), ("_input", "_target"))
 MAX_SEARCHED_FOLDERS = 1_000  # number of folders in which the layout is looked for
 
@@ -61,12 +61,14 @@ PAIRS_OUTSIDE_SPLITS = "pairs in no folder that names a split, which are"
 class FolderFiles:
     """The files of a folder, matched by their names.
 
+    texts: names of the texts, by their names without suffix.
     images_of_text: for each text, by its name without suffix: the images before, and the images after. Of a complete
         pair, each list has one image.
     unused_images: images that belong to no text.
     has_images: whether the folder contains any image.
     """
 
+    texts: dict[str, str]
     images_of_text: dict[str, tuple[list[str], list[str]]]
     unused_images: list[str]
     has_images: bool
@@ -79,9 +81,9 @@ class FolderFiles:
             names: names of the files, sorted.
             before, after: ends of the names of the two images.
         """
-        texts = [PurePosixPath(name).stem for name in names if name.lower().endswith(TEXT_SUFFIX)]
+        texts = {PurePosixPath(name).stem: name for name in names if name.lower().endswith(TEXT_SUFFIX)}
         images_of_text: dict[str, tuple[list[str], list[str]]] = {text: ([], []) for text in texts}
-        # Behind a bare name, a number may be any number: some programs count from 0, and some write 01
+        # If the image before has no end, the image after may have any number: some programs count from 0 or write 01
         is_any_number = not before and after[-1:].isdecimal()
         end_after = re.escape(after.rstrip("0123456789")) + r"\d+" if is_any_number else re.escape(after)
         images = [name for name in names if is_image(name)]
@@ -96,7 +98,7 @@ class FolderFiles:
                 images_of_text[match[1]][1].append(image)
             else:
                 unused_images.append(image)
-        return cls(images_of_text, unused_images, has_images=bool(images))
+        return cls(texts, images_of_text, unused_images, has_images=bool(images))
 
     def count_complete_pairs(self) -> int:
         """Return the number of texts with exactly two images."""
@@ -129,16 +131,15 @@ def read(root: Path, before: str = "", after: str = "_1", split: OwnSplit = "tra
             files = FolderFiles.match(names, before, after)
             unused_files.add(IMAGES_WITHOUT_TEXT, folder, files.unused_images)
             if not files.has_images:
-                unused_files.add(
-                    TEXTS_WITHOUT_IMAGES, folder, [f"{text}{TEXT_SUFFIX}" for text in files.images_of_text]
-                )
+                unused_files.add(TEXTS_WITHOUT_IMAGES, folder, list(files.texts.values()))
                 continue
             split_of_folder = _split_of_folder(folder)
             has_split_folder = has_split_folder or split_of_folder is not None
             if shares and split_of_folder:
                 raise DataError("datasets.draw_beside_split_folders", path=root / folder, value=split_of_folder)
             for text, images in files.images_of_text.items():
-                row = _make_row(root, folder / text, images, (before, after), split_of_folder or default_split)
+                row_split = split_of_folder or default_split
+                row = _make_row(root, folder / files.texts[text], images, (before, after), row_split)
                 if split_of_folder is None:
                     rows_of_default_split.append(row)
                 yield row
@@ -173,23 +174,23 @@ def _split_of_folder(folder: PurePosixPath) -> Split | None:
 
 
 def _make_row(
-    root: Path, path: PurePosixPath, images: tuple[list[str], list[str]], ends: tuple[str, str], split: Any
+    root: Path, text: PurePosixPath, images: tuple[list[str], list[str]], ends: tuple[str, str], split: Any
 ) -> Row:
     """Return the row of a text, with a fault if it is not a pair with a caption.
 
     Args:
-        path: path of the text without suffix, relative to the root.
+        text: path of the text, relative to the root.
         images: names of the images before and after that belong to the text.
         ends: ends of the names of these images.
     """
-    source = f"{path}{TEXT_SUFFIX}"
-    name = str(path)
+    source = str(text)
+    name = str(text.with_suffix(""))
     try:
-        _require_one_image_each(path.name, images, ends)
+        _require_one_image_each(text.stem, images, ends)
         caption = _read_caption(root / source)
     except DataError as error:
         return broken_row(split, source, error.fault, name=name)
-    image_paths = tuple(str(path.with_name(names[0])) for names in images)
+    image_paths = tuple(str(text.with_name(names[0])) for names in images)
     return Row(name=name, split=split, images=image_paths, references=[caption], source=source)
 
 
@@ -273,7 +274,7 @@ SPEC = DatasetSpec(
     paper=None,
     licence=Licence.for_every_use("the owner's", None, PERMISSION),
     read=read,
-    files=("**/*.txt",),
+    files=("**/*.[tT][xX][tT]",),
     recognise=recognise,
     options_of=options_of,
     protocols=(Protocol("test", published_pairs=None),),

@@ -9,7 +9,7 @@ import hashlib
 import io
 import zlib
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,10 @@ TILE_LENGTH = 323
 EXTRA_SAMPLES = 338
 GDAL_NODATA = 42113
 
+# EXIF tag of the orientation, and its values that swap width and height
+ORIENTATION = 274
+TURNED_ORIENTATIONS = (5, 6, 7, 8)
+
 BLANK_STDDEV = 4  # standard deviation, in levels, below which an image is blank
 FAINT_ALPHA = 26  # alpha below which a pixel is invisible
 
@@ -57,6 +61,49 @@ ARTEFACT_SHARE = 0.02
 
 class ImageError(DataError):
     """An image file is missing, cannot be read, or is not the expected file."""
+
+
+class ImageSize(NamedTuple):
+    """Width and height of an image in pixels."""
+
+    width: int
+    height: int
+
+    @property
+    def area(self) -> int:
+        """Number of pixels."""
+        return self.width * self.height
+
+    @property
+    def aspect_ratio(self) -> float:
+        """Longer side divided by the shorter side."""
+        return max(self) / min(self)
+
+
+def read_image_size(path: str | Path) -> ImageSize:
+    """Return the size of the upright image in a file, from the file's header.
+
+    Raises:
+        ImageError: the file cannot be read, or is not an image in a supported format.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    Image.init()
+    image: Image.Image
+    try:
+        try:
+            image = Image.open(path, formats=[kind for kind in FORMATS if kind in Image.OPEN])
+        except UnidentifiedImageError:
+            image = open_image(Path(path).read_bytes())  # may need a plugin
+        with image:
+            size = ImageSize(*image.size)
+            # the method of PNG files would decode the pixels to find an orientation behind them
+            is_turned = Image.Image.getexif(image).get(ORIENTATION) in TURNED_ORIENTATIONS
+    except ImageError as error:
+        raise ImageError(error.fault.at(path=str(path))) from error
+    except Exception as error:  # see `load_image`
+        raise ImageError("images.unreadable", path=str(path), cause=repr(error)) from error
+    return ImageSize(size.height, size.width) if is_turned else size
 
 
 def load_image(

@@ -14,5 +14,6 @@ FAMILIES: LazyMapping["Family"] = LazyMapping(
         "m3diff": "m3diff.models.m3diff",
         "onediff": "m3diff.models.onediff",
         "blip2idc": "m3diff.models.blip2idc",
+        "auto": "m3diff.models.auto",
     },
 )

@@ -54,18 +54,20 @@ TUNED = "tuned.safetensors"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 WEIGHTS_SUFFIX = ".safetensors"
 
-# Files next to the weights that transformers reads even if the manifest does not list them
+# Files next to the weights that are read even if the manifest does not list them
 CONFIGURATION_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "config.json",
     "generation_config.json",
+    "m3diff_processor.json",
     "preprocessor_config.json",
     "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
 )
 MAX_EXAMPLES = 3  # maximum number of weights that an error message lists
 # Remedy in a warning. The remedies of errors are in messages.toml.
@@ -363,7 +365,8 @@ def _fits_on_base(model: Any, family: Family) -> bool:
     They are enough if training changed only the adapters of the parts that can have adapters. The other weights of
     these parts are then equal to the base's weights.
     """
-    return all(is_adapter(name) or family.part_of(name) not in family.lora_targets for name in trainable_names(model))
+    targets = family.adapter_targets(unwrap_model(model))
+    return all(is_adapter(name) or family.part_of(name) not in targets for name in trainable_names(model))
 
 
 def _require_all_weights(model: Any, folder: Path) -> None:
@@ -496,7 +499,7 @@ def load_base_of_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[Any, Proc
     base = _find_base(folder, manifest, path)
     with convert_loading_errors(base):
         model = family.load(base, dtype)
-        return model, family.load_processor(base, model.config), family
+        return model, family.load_processor_of_base(folder, base, model.config), family
 
 
 def load_processor(folder: Path) -> Processor:
@@ -564,6 +567,8 @@ def _check_model_type(path: Path, name: str, family: Family) -> None:
     """Raise CheckpointError if the manifest's family does not support the `model_type` in config.json."""
     _check_file(path)
     config = json.loads(path.read_bytes())
+    if not family.model_types:
+        return
     model_type = config.get("model_type", family.model_types[0]) if isinstance(config, dict) else None
     if model_type not in family.model_types:
         raise CheckpointError(

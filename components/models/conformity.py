@@ -21,17 +21,24 @@ def check_family(family: str, model: Any, processor: Any) -> None:
     Raises:
         ParamsError: a member is missing, or the model's `forward` does not take an argument.
     """
-    missing_members = {
-        type(processor): missing_members_of(processor, Processor),
-        type(model): missing_members_of(model, Model),
-        type(model.config): missing_members_of(model.config, ModelConfig),
-    }
-    for class_, names in missing_members.items():
-        if names:
-            raise ParamsError("models.member_missing", family=family, value=class_.__name__, names=names)
+    check_processor(family, processor)
+    require_members(family, model, Model)
+    require_members(family, model.config, ModelConfig)
     arguments = missing_arguments(model.forward)
     if arguments:
         raise ParamsError("models.argument_missing", family=family, value=type(model).__name__, names=arguments)
+
+
+def check_processor(family: str, processor: Any) -> None:
+    """Check a processor. See `check_family`."""
+    require_members(family, processor, Processor)
+
+
+def require_members(family: str, instance: Any, protocol: type) -> None:
+    """Raise ParamsError if an object lacks a member of a protocol."""
+    names = missing_members_of(instance, protocol)
+    if names:
+        raise ParamsError("models.member_missing", family=family, value=type(instance).__name__, names=names)
 
 
 def missing_members_of(instance: Any, protocol: type) -> list[str]:

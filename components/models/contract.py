@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from m3diff.models.prepared import Prepared
 from m3diff.records.sample import PAIR, Turn
@@ -36,8 +36,7 @@ class Takes:
         questions: whether the answer depends on the question.
         turns: whether a question can have turns before it.
         fixed_marks: whether the marks of an image set depend only on its number of images. Otherwise, they also depend
-            on the images, for example on their size, and `Processor.marks` returns those of the largest number of
-            tokens.
+            on the sizes of the images, and `Processor.marks` returns the marks with the largest number of tokens.
     """
 
     images: tuple[int, ...] = (0, 1, 2)
@@ -84,7 +83,7 @@ class Processor(Protocol):
     def marks(self, images: int) -> tuple[str, ...]:
         """Return the marks of an image set with this number of images (see `Prepared`).
 
-        If the marks depend on the images (`Takes.fixed_marks`), these are the marks of the largest number of tokens.
+        If the marks depend on the sizes (`Takes.fixed_marks`), these are the marks of the largest number of tokens.
         """
 
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
@@ -96,6 +95,12 @@ class Processor(Protocol):
 
         Raises:
             ValueFault: a text contains a mark.
+        """
+
+    def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return the arguments of the model that have one value per token besides the ids, [B, tokens].
+
+        An example is which tokens belong to images. Empty if the model takes no such argument.
         """
 
     def encode_answer(self, text: str) -> list[int]:
@@ -117,6 +122,23 @@ class Processor(Protocol):
 
     def save_pretrained(self, folder: str | Path, /) -> Any:
         """Write the files of the processor to a folder."""
+
+
+@runtime_checkable
+class ScalesImages(Processor, Protocol):
+    """A processor that chooses the number of visual tokens by the size of an image, within the bounds of its settings.
+
+    The additional members are optional. They serve the log and the messages.
+    """
+
+    def prepare_with_scales(self, images: Iterable[Image.Image]) -> tuple[Prepared, tuple[float, ...]]:
+        """Prepare the images of one image set, and return the factor by which the sides of each image are scaled."""
+
+    def count_image_tokens(self, ids: Sequence[int]) -> int:
+        """Return the number of tokens of a sequence that the model replaces by visual tokens."""
+
+    def settings_that_bound_tokens(self, images: Sequence[Image.Image]) -> dict[str, Any]:
+        """Return the settings whose reduction gives these images fewer tokens, with their values."""
 
 
 class ModelConfig(Protocol):
@@ -157,7 +179,7 @@ class ModelConfig(Protocol):
         """Return the configuration of a published base, so that `m3diff plan` needs no folder.
 
         Args:
-            name: name of the base's folder. If it is unknown, the configuration is that of the family's usual base.
+            name: name of the base's folder. If it is unknown, the family's usual base is described.
             module: see `from_folder`.
         """
 
@@ -287,7 +309,7 @@ class PackedBatch(Protocol):
 
 
 class Packing(Protocol):
-    """Trains several branches on the same images in one pass. Loss and gradients equal those of separate passes.
+    """Trains several branches on the same images in one pass. Loss and gradients are the same as in separate passes.
 
     Attributes:
         shares_prompts: whether the branches of a sequence are one row, in which their common tokens and images are

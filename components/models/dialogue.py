@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from m3diff.models.contract import Branch
+from m3diff.models.contract import Branch, Processor
 from m3diff.records.sample import Turn
 
 EncodePrompt = Callable[[tuple[Turn, ...], tuple[str, ...]], Sequence[int]]
@@ -34,3 +34,9 @@ def encode_dialogue(
         else:
             branches.append(Branch([*prompt, *answer], [span]))
     return branches
+
+
+def count_longest_branch(processor: Processor, turns: tuple[Turn, ...], marks: tuple[str, ...]) -> int:
+    """Return the length of the longest branch of a dialogue, in tokens."""
+    branches = encode_dialogue(processor.encode_prompt, processor.encode_answer, turns, marks)
+    return max(len(branch.ids) for branch in branches)

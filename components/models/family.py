@@ -134,7 +134,10 @@ class Family:
         fuse: (model, `compute.activation_checkpointing`) -> None. Switches the model to fused kernels and switches
             activation checkpointing, in place.
         count_flops: (model from `meta_model`, family, tokens of a sequence, supervised tokens, images) -> the FLOPs of
-            one training sequence about an image set with this number of images.
+            one training sequence about an image set with this number of images. None if they cannot be counted.
+        checks_packing: whether each training run first compares the packing with separate passes, because the model's
+            code is that of transformers.
+        recomputes_activations: whether `compute.activation_checkpointing` can be used.
         augment: (settings, prepared images of an image set, random generator) -> the augmented images, as new tensors
             of the same shapes. The generator depends only on the seed, epoch and sequence, so a resumed run sees the
             same images on any number of workers. Validation and prediction do not use this function. None if the
@@ -144,7 +147,7 @@ class Family:
         prompt_tokens: length of a prompt in tokens, without the images, if the model does not read a question. None if
             the model reads a question, because the length then varies.
         model_types: supported values of `model_type` in the config.json of a checkpoint. The first is assumed if the
-            file does not contain this field.
+            file does not contain this field. Empty if any value may be supported.
     """
 
     settings: type[Settings]
@@ -160,7 +163,9 @@ class Family:
     packing: Callable[[], Packing] = masked_rows
     maps: SaliencyMaps | None = None
     fuse: Callable[[Any, str], None] = use_fused_kernels
-    count_flops: Callable[[Any, Family, float, float, int], list[Term]] = count_products
+    count_flops: Callable[[Any, Family, float, float, int], list[Term]] | None = count_products
+    checks_packing: bool = False
+    recomputes_activations: bool = True
     augment: Callable[[Any, Prepared, np.random.Generator], Prepared] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
     prompt_tokens: float | None = None
@@ -189,6 +194,45 @@ class Family:
         parts = [part for part, prefixes in self.parts.items() if name.startswith(prefixes)]
         assert len(parts) == 1, f"{name}: every parameter is in one part, this one in {parts}"
         return parts[0]
+
+    def adapter_targets(self, model: Any) -> Mapping[str, str | list[str]]:
+        """Return the linear layers of each part that get adapters: a regular expression, or their full names.
+
+        Args:
+            model: the model, with or without adapters, but without peft's wrapper.
+        """
+        return self.lora_targets
+
+    def check(self, name: str, model: Any, processor: Processor) -> None:
+        """Check a model and its processor before a training.
+
+        Args:
+            name: name of the family.
+            model: the model, without peft's wrapper.
+            processor: processor of the model.
+
+        Raises:
+            ParamsError: a class lacks a member that the rest of the project uses.
+        """
+        from m3diff.models.conformity import check_family
+
+        check_family(name, model, processor)
+
+    def check_base(self, folder: Path, settings: Settings) -> Processor | None:
+        """Check a base before its weights are loaded, as far as the family can.
+
+        Args:
+            folder: folder of the base.
+            settings: settings of the run.
+
+        Returns:
+            The processor of the run if the check has loaded it, otherwise None.
+
+        Raises:
+            DataError: the base cannot be trained.
+            ParamsError: a setting does not fit the base.
+        """
+        return None
 
     def build(self, config: Any) -> Any:
         """Return a new model with this configuration and freshly initialised weights."""
@@ -230,18 +274,29 @@ class Family:
         model = model_class.from_pretrained(folder, config=config, module=module, dtype=dtype, trust_remote_code=False)
         return decode_greedily(model, folder)
 
-    def load_processor(self, folder: Path, config: Any = None) -> Processor:
+    def load_processor(self, folder: Path, config: Any = None, settings: Settings | None = None) -> Processor:
         """Load the processor from a folder.
 
         Args:
             folder: folder of a trained model or a base.
             config: configuration of the model. By default, it is read from the folder.
+            settings: settings of a run that trains the base. A trained model keeps those that it was trained with.
         """
         refuse_foreign_code(folder)
         model_class, processor_class = self.classes()
         if not config:
             config = model_class.config_class.from_folder(str(folder), None)
         return processor_class.of_folder(str(folder), config)
+
+    def load_processor_of_base(self, checkpoint: Path, base: Path, config: Any) -> Processor:
+        """Load the processor with which the base of a checkpoint answers the questions that the model was asked.
+
+        Args:
+            checkpoint: folder of the trained model.
+            base: folder of its base.
+            config: configuration of the base.
+        """
+        return self.load_processor(base, config)
 
     def planned_config(self, base: Path, settings: Settings) -> Any:
         """Return the configuration of the model that a run would train.

@@ -213,12 +213,14 @@ def register_kernels() -> dict[str, str]:
     return {"": "sdpa", "text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
-def require_fused_attention() -> AbstractContextManager[None]:
-    """Make attention raise RuntimeError within the block if no fused kernel is available.
+@contextmanager
+def require_fused_attention() -> Iterator[None]:
+    """Make attention raise RuntimeError within the block or function if no fused kernel is available.
 
     By default, torch would use a slow implementation instead.
     """
-    return sdpa_kernel(FUSED_ATTENTION)
+    with sdpa_kernel(FUSED_ATTENTION):
+        yield
 
 
 class AdaptedLinear(torch.autograd.Function):

@@ -89,7 +89,7 @@ class Captioner:
     def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of the prompt for a dialogue. See the processor's `encode_prompt`.
 
-        The tokens are cached, because callers also encode prompts to find those of the same length.
+        The tokens are cached, because callers also encode prompts to group them by length.
 
         Raises:
             ValueFault: a text contains a mark of an image.
@@ -141,7 +141,9 @@ class Captioner:
     ) -> tuple[list[str], np.ndarray | None]:
         """Return the answers and maps of samples with prompts of the same length. See `answer`."""
         device = self.model.device
-        inputs = {name: tensor.to(device) for name, tensor in pad_prompts(prompts, self.processor.pad_id).items()}
+        inputs = pad_prompts(prompts, self.processor.pad_id)
+        inputs |= self.processor.token_types(inputs["input_ids"])
+        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         inputs |= self.processor.image_inputs(self.processor.collate(prepared), device)
         decoding = {
             "max_new_tokens": self.max_new_tokens,

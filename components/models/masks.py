@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from m3diff.models.contract import Branch, Processor, TrainingSequence
 from m3diff.models.device import Device
-from m3diff.models.fused import FLEX_BLOCK, Layout, PackedAttention
+from m3diff.models.fused import FLEX_BLOCK, Layout, PackedAttention, require_fused_attention
 from m3diff.records.errors import ParamsError
 from m3diff.records.sample import PAIR
 
@@ -263,6 +263,7 @@ class MaskedRows:
         weight_of_token = torch.tensor(weights, dtype=torch.float32)
         return RowBatch(packed.map_tensors(device.pin), images, device.pin(weight_of_token), layout)
 
+    @require_fused_attention()
     def logits(self, model: Any, batch: RowBatch, processor: Processor, device: Device) -> Tensor:
         """Return the logits of the supervised tokens; see `Packing.logits`.
 

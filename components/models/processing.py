@@ -69,6 +69,10 @@ class TextProcessor:
         """Return the token ids of an answer, including the end token."""
         return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_id]
 
+    def token_types(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Return no argument, because the models take none with one value per token besides the ids."""
+        return {}
+
     def decode(self, tokens: Tensor) -> list[str]:
         """Decode generated token ids, [B, tokens], into texts without special tokens and surrounding whitespace."""
         return [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]

@@ -6,8 +6,9 @@ The rows of a micro-batch are padded on the right to the length of the longest r
     row 1    images, question, answer, padding
     row 2    question, answer, padding
 
-Loss and gradients equal those of `MaskedRows`, but the images and the question are processed once for each branch, and
-the padding is processed too. Use this packing for a model whose attention is not that of `m3diff.models.fused`.
+Loss and gradients are the same as with `MaskedRows`, but the images and the question are processed once for each
+branch, and the padding is processed too. Use this packing for a model that does not use the attention of
+`m3diff.models.fused`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from m3diff.models.contract import Processor, TrainingSequence
 from m3diff.models.device import Device
+from m3diff.models.fused import require_fused_attention
 from m3diff.records.sample import PAIR
 
 
@@ -100,6 +102,7 @@ class SeparateRows:
         )
         return batch.map_tensors(device.pin)
 
+    @require_fused_attention()
     def logits(self, model: Any, batch: SeparateBatch, processor: Processor, device: Device) -> Tensor:
         """Return the logits of the supervised tokens; see `Packing.logits`."""
         kept_tokens = batch.kept_tokens
@@ -110,6 +113,7 @@ class SeparateRows:
             tokens=batch.input_ids,
             logits_to_keep=kept_tokens,
             use_cache=False,
+            **{name: device.move(types) for name, types in processor.token_types(batch.input_ids).items()},
             **processor.image_inputs(batch.images, device.torch),
         )
         return output.logits[device.move(batch.supervised[:, -kept_tokens:])]

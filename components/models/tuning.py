@@ -5,7 +5,7 @@ Importing peft takes seconds, so it is imported only if a model has adapters. A 
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,30 +60,42 @@ def prepare_for_training(model: Any, family: Family, settings: Settings) -> Any:
     Raises:
         ValueFault: a LoRA target does not match any linear layer.
     """
-    targets: dict[str, str] = {}
+    targets = family.adapter_targets(model)
+    adapted_targets: dict[str, str | list[str]] = {}
     if settings.lora.rank:
-        targets = {part: target for part, target in family.lora_targets.items() if settings.rates.get(part) is not None}
+        adapted_targets = {part: target for part, target in targets.items() if settings.rates.get(part) is not None}
     module_names = [name for name, _ in model.named_modules()]
-    for part, target in targets.items():
-        if not any(re.fullmatch(target, name) for name in module_names):
+    for part, target in adapted_targets.items():
+        if not any(is_target(name, target) for name in module_names):
             raise ValueFault("models.no_linear_for_adapters", part=part, value=target)
     adapted_model = model
-    if targets:
+    if adapted_targets:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(
             r=settings.lora.rank,
             lora_alpha=settings.lora.alpha,
             lora_dropout=0.0,
-            target_modules="|".join(targets.values()),
+            target_modules=join_targets(list(adapted_targets.values())),
             bias="none",
         )
         with suppress_adapter_warnings():
             # otherwise, peft would keep the adapters of a bf16 model in fp32
             adapted_model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad = should_train(name, family, settings)
+        parameter.requires_grad = should_train(name, family, settings, targets)
     return adapted_model
+
+
+def is_target(name: str, target: str | list[str]) -> bool:
+    """Return whether a layer is one of the targets: of a regular expression, or of a list of full names."""
+    return name in target if isinstance(target, list) else re.fullmatch(target, name) is not None
+
+
+def join_targets(targets: list[str | list[str]]) -> str | list[str]:
+    """Return the targets of all parts as one, in the form that peft takes. All have the same form."""
+    names = [name for target in targets if isinstance(target, list) for name in target]
+    return names or "|".join(target for target in targets if isinstance(target, str))
 
 
 @contextmanager
@@ -136,23 +148,25 @@ def meta_model(config: Any, family: Family, settings: Settings, precision: str =
     return model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def should_train(name: str, family: Family, settings: Settings) -> bool:
+def should_train(name: str, family: Family, settings: Settings, targets: Mapping[str, str | list[str]]) -> bool:
     """Return whether a parameter is trained.
 
     Args:
         name: name of the parameter in the model without peft's wrapper.
         family: family of the model.
         settings: settings of the family.
+        targets: the result of the family's `adapter_targets` for the model.
     """
     part = family.part_of(name)
     if settings.rates.get(part) is None or name.startswith(family.unused_parameters):
         return False
-    target = family.lora_targets.get(part)
+    target = targets.get(part)
     if target is None:
         return True
     if settings.lora.rank:
         return is_adapter(name)
-    return part in family.whole_parts_without_adapters or re.fullmatch(rf"({target})\.(weight|bias)", name) is not None
+    layer, _, kind = name.rpartition(".")
+    return part in family.whole_parts_without_adapters or (kind in ("weight", "bias") and is_target(layer, target))
 
 
 def is_adapter(name: str) -> bool:

@@ -75,8 +75,8 @@ class CaptionedPairs(NamedTuple):
     """The test pairs that have a prediction, in the order of the records.
 
     Attributes:
-        pairs: the pairs without those of retention datasets.
-        test_pairs: number of all test pairs, also without those of retention datasets.
+        pairs: the pairs of all datasets except retention datasets.
+        test_pairs: number of all test pairs, also without retention datasets.
         retention: records of retention datasets, with the predictions of the model.
         retention_of_base: the same records, with the predictions of the base.
     """

@@ -95,7 +95,7 @@ def scores_of_group(
     """Return the scores of a group of records that both models have.
 
     Args:
-        intervals: intervals of the changes by score. None if there are none.
+        intervals: intervals of the changes by score. None without intervals.
     """
     scores = {}
     for name, score in model.groups[group].items():

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from m3diff.datasets.tables import SIDES
 from m3diff.models.sample_limits import answerable_images
 from m3diff.serving.authentication import access_refusal
-from m3diff.serving.batcher import AnswerRequest, Models, ServedAnswer, ServedModel, UndecodableImage
+from m3diff.serving.batcher import AnswerRequest, Models, ServedAnswer, ServedModel, UnusableImage
 from m3diff.serving.bodies import FORM_REMEDY, read_chat, read_form, read_form_fields, read_json
 from m3diff.serving.checks import SAVE_AS_FILE, check_images, check_model, check_request
 from m3diff.serving.limits import Capacity, Upload
@@ -159,7 +159,8 @@ class Server:
         """Handle `GET /model`: return the current model's card, its default question, and what it can be asked.
 
         `images` lists the numbers of images that it answers about. `turns` is the number of turns of the longest
-        dialogue that it was trained on, or 1 if it does not read earlier turns.
+        dialogue that it was trained on, or 1 if it does not read earlier turns. `outlines` says whether an answer about
+        a pair can have an overlay.
         """
         model = self.require_model()
         card = await model.card
@@ -169,6 +170,7 @@ class Server:
             "question": facts.question,
             "images": answerable_images(facts.takes, facts.trained_on),
             "turns": facts.trained_on.turns if facts.takes.turns else 1,
+            "outlines": facts.has_maps,
         }
         return JSONResponse(card.as_dict() | abilities)
 
@@ -255,7 +257,14 @@ class Server:
             facts = model.facts
             check_request(answer_request, self.name, facts)
             answer = await self.wait_for_answer(model.ask(answer_request))
-        if isinstance(answer, UndecodableImage):
+        if isinstance(answer, UnusableImage) and answer.remedy is not None:
+            raise unprocessable(
+                code="unusable_image",
+                finding=answer.reason,
+                limit="images that the model's processor can resize",
+                remedy=answer.remedy,
+            )
+        if isinstance(answer, UnusableImage):
             raise unprocessable(
                 code="not_an_image",
                 finding=answer.reason,
@@ -298,9 +307,7 @@ class Server:
 
         return await asyncio.get_running_loop().run_in_executor(self.parser, parse_and_check)
 
-    async def wait_for_answer(
-        self, answer: Awaitable[ServedAnswer | UndecodableImage]
-    ) -> ServedAnswer | UndecodableImage:
+    async def wait_for_answer(self, answer: Awaitable[ServedAnswer | UnusableImage]) -> ServedAnswer | UnusableImage:
         """Wait for the model's answer and return it. If it takes too long, cancel the request.
 
         Raises:

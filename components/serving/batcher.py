@@ -26,7 +26,7 @@ from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.device import process_environment
 from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_shape
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, ValueFault
 from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source, load
 from m3diff.serving.memory import PauseTrimmer
@@ -77,6 +77,7 @@ class ModelFacts(NamedTuple):
         question: the question that is asked if a request has none.
         takes: the samples that the model's family can process.
         trained_on: the samples that the model was trained on.
+        has_maps: whether the model computes saliency maps.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelFacts(NamedTuple):
     question: str
     takes: "Takes"
     trained_on: "TrainedOn"
+    has_maps: bool
 
 
 class ServedAnswer(NamedTuple):
@@ -107,16 +109,18 @@ class ServedAnswer(NamedTuple):
     batch_requests: int
 
 
-class UndecodableImage(NamedTuple):
-    """The result for an image that has a valid header but cannot be decoded.
+class UnusableImage(NamedTuple):
+    """The result for an image that has a valid header but cannot be decoded, or that the model cannot process.
 
     It is returned, not raised as an exception, because Ray logs every exception raised in a replica as an error.
 
     Attributes:
         reason: what is wrong, in the words shown to the client.
+        remedy: what to do, if the image can be decoded. Otherwise None.
     """
 
     reason: str
+    remedy: str | None = None
 
 
 class PreparedRequest(NamedTuple):
@@ -233,9 +237,10 @@ class Replica:
             question=self.captioner.question,
             takes=self.captioner.family.takes,
             trained_on=self.captioner.trained_on,
+            has_maps=self.captioner.family.maps is not None,
         )
 
-    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UnusableImage:
         """Answer one request, or return why an image cannot be decoded."""
         self.trimmer.begin()
         try:
@@ -243,14 +248,16 @@ class Replica:
         finally:
             self.trimmer.end()
 
-    async def _answer(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
+    async def _answer(self, request: AnswerRequest) -> ServedAnswer | UnusableImage:
         try:
             overlay_images, future = await self._prepare(request)
         except ImageError as error:
             # The error's own remedy is left out, since it applies to files on disk
-            return UndecodableImage(error.fault.summary)
+            return UnusableImage(error.fault.summary)
         except MemoryError as error:
-            return UndecodableImage(str(error))
+            return UnusableImage(str(error))
+        except ValueFault as error:
+            return UnusableImage(error.fault.summary, error.fault.remedy)
         answer = await future
         overlay = None
         if overlay_images is not None and answer.saliency_map is not None:
@@ -275,6 +282,7 @@ class Replica:
 
         Raises:
             ImageError: an image cannot be decoded.
+            ValueFault: the model cannot process an image.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[BatchAnswer] = loop.create_future()
@@ -346,6 +354,7 @@ def prepare_request(captioner: "Captioner", request: AnswerRequest) -> PreparedR
 
     Raises:
         ImageError: an image cannot be decoded.
+        ValueFault: the model cannot process an image.
     """
     overlay_images: list[Image.Image] = []
     draws_overlay = request.overlay and len(request.images) == 2
@@ -469,7 +478,7 @@ class RayDeployment:
         """Ask one of the replicas for the facts about the model, or for the fault if it could not load the model."""
         return await self.handle.facts.remote()
 
-    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UnusableImage:
         """Answer one request with one of the replicas."""
         response = self.handle.ask.remote(request)
         try:
@@ -566,7 +575,7 @@ class ServedModel:
         self.card = card
         self.requests = 0
 
-    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UnusableImage:
         """Answer one request, or return why an image cannot be decoded."""
         self.requests += 1
         try:

@@ -519,9 +519,9 @@ def _load_sample(
         images = tuple(_load_image(image, max_pixels) for image in item.images)
     except ImageError as error:
         return error.fault
-    prepared = captioner.processor.prepare(images)
     turns = (*item.history, captioner.ask(item.question))
     try:
+        prepared = captioner.processor.prepare(images)
         prompt = captioner.encode_prompt(turns, prepared.marks)
     except ValueFault as error:
         return error.fault

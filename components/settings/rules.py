@@ -232,18 +232,18 @@ def _overlaps_with_inputs(params: Params, name: str) -> Iterator[Fault]:
 def check_folders(params: Params) -> Iterator[Fault]:
     """Check that the roots of datasets and the folders that stages write do not overlap.
 
-    Two datasets may have the same root if their readers differ, because a folder may contain several annotations of the
-    same images.
+    Two datasets may have the same root if their readers or the options of the reader differ, because a folder may
+    contain several annotations of the same images.
     """
-    folders = {f"ingest.datasets.{name}.root": entry.root for name, entry in params.ingest.datasets.items()}
-    reader_of_key = {f"ingest.datasets.{name}.root": entry.reader for name, entry in params.ingest.datasets.items()}
+    entries = {f"ingest.datasets.{name}.root": entry for name, entry in params.ingest.datasets.items()}
+    folders = {key: entry.root for key, entry in entries.items()}
     folders |= {f"paths.{name}": folder for name, folder in params.paths}
     folders["compute.scratch"] = params.compute.scratch
     for (first_key, first_folder), (second_key, second_folder) in combinations(folders.items(), 2):
         first_path = Path(os.path.abspath(first_folder))
         second_path = Path(os.path.abspath(second_folder))
-        readers = {reader_of_key.get(first_key), reader_of_key.get(second_key)}
-        if first_path == second_path and len(readers - {None}) == 2:
+        are_datasets = first_key in entries and second_key in entries
+        if first_path == second_path and are_datasets and not _reads_the_same(entries[first_key], entries[second_key]):
             continue
         if first_path.is_relative_to(second_path) or second_path.is_relative_to(first_path):
             yield Fault(
@@ -255,10 +255,16 @@ def check_folders(params: Params) -> Iterator[Fault]:
             )
 
 
+def _reads_the_same(entry: DatasetEntry, other_entry: DatasetEntry) -> bool:
+    """Return whether two datasets with the same root contain the same rows."""
+    return entry.reader == other_entry.reader and entry.options == other_entry.options
+
+
 def check_models(params: Params) -> Iterator[Fault]:
     """Check that all entries in `models` are valid.
 
     The entry that `train.model` names must exist. If the base model exists, the entry must fit the base model.
+    Activation checkpointing must be possible for its family.
     """
     trained_model = params.train.model
     if trained_model not in params.models:
@@ -268,6 +274,15 @@ def check_models(params: Params) -> Iterator[Fault]:
         base_config = trained_base if name == trained_model else None
         for fault in FAMILIES[settings.family].faults(settings, base_config):
             yield prefix_key(f"models.{name}", fault)
+    checkpointing = params.compute.activation_checkpointing
+    family = params.models[trained_model].family if trained_model in params.models else None
+    if family is not None and checkpointing != "none" and not FAMILIES[family].recomputes_activations:
+        yield Fault(
+            "settings.cannot_recompute_activations",
+            key="compute.activation_checkpointing",
+            value=checkpointing,
+            family=family,
+        )
 
 
 def check_training(params: Params) -> Iterator[Fault]:

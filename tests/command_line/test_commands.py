@@ -449,7 +449,7 @@ def record_plan(monkeypatch: pytest.MonkeyPatch, training_plan: Any, alignment_p
     return Recorder(
         monkeypatch,
         "m3diff.commands.plan",
-        make_plan=training_plan,
+        plan_run=training_plan,
         plan_alignment=alignment_plan,
         check_fits=check,
         print_plan=None,
@@ -469,7 +469,7 @@ def test_plan_prints_both_phases_and_then_checks_their_memory(monkeypatch, capsy
     checked = {"compute": params.compute, "memory_gb": gpu.memory_gb}
     assert recorder.calls == [
         ("plan_alignment", run),
-        ("make_plan", run),
+        ("plan_run", run),
         ("print_plan", printed | {"plan": alignment_plan}),
         ("print_plan", printed | {"plan": training_plan}),
         ("check_fits", checked | {"plan": alignment_plan}),

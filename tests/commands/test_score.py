@@ -518,7 +518,7 @@ def test_a_new_metric_is_computed_if_captions_are_all_that_it_needs(fields, is_c
     assert computed_names == ["answers", "CIDEr", "METEOR", "ROUGE-L", "BLEU", *(["new"] if is_computed else [])]
 
 
-def test_a_grammar_the_folder_of_spice_and_the_protocol_add_the_metrics_that_need_them():
+def test_a_grammar_spice_and_the_protocol_add_the_metrics_that_need_them():
     references = References({}, grammar=Grammar(GRAMMAR))
     protocol = Protocol("test", None, metrics=("grid_cells",))
     computed_names = list(find_computable_metrics(references, Path("spice"), protocol))

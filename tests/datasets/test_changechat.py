@@ -1,7 +1,7 @@
 """ChangeChat-105k: captions, questions of five kinds and dialogues in the form of its annotation files.
 
-The form is that of `hanlinwu/DeltaVLM:readme.md`, and the fixed questions are those of its authors' generator. The
-other texts are ours.
+`hanlinwu/DeltaVLM:readme.md` describes the form. The fixed questions are copied from the generator of its authors, and
+the other texts are ours.
 """
 
 import json
@@ -156,7 +156,7 @@ def test_published_counts_are_those_of_the_rows_of_the_files():
 
 @pytest.fixture
 def mixture(root, tmp_path, monkeypatch) -> Path:
-    """Return the folder of the samples, and of clean records beside it."""
+    """Return the folder of the mixture. The clean records are in a folder beside it."""
     judge_by_polars_alone(monkeypatch)
     run_ingest(root, "changechat", "changechat")
     report = run_validate(tmp_path, near_duplicate_max_diff=None)

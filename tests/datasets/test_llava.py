@@ -1,7 +1,7 @@
 """LLaVA's own data: rows in the form of the two published files, images under other names, and bad rows.
 
-The forms of the rows are those of the files' pages and of LLaVA's code (haotian-liu/LLaVA, `docs/Data.md` and
-`llava/train/train.py`); the texts are our own.
+The rows have the form that the files' pages and LLaVA's code describe (haotian-liu/LLaVA, `docs/Data.md` and
+`llava/train/train.py`). The texts are our own.
 """
 
 from collections import Counter

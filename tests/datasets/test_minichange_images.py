@@ -26,7 +26,7 @@ def rows(root: Path) -> list[Row]:
     return list(read(root))
 
 
-def test_each_scene_gives_a_question_about_its_first_image_of_one_kind_and_then_of_the_other(rows, root):
+def test_the_kinds_of_questions_about_first_images_alternate_from_scene_to_scene(rows, root):
     names = ["000003?objects", "000004?describe", "000005?objects", "000002?describe", "000000?describe"]
     assert [row.name for row in rows] == [*names, "000001?objects"]
     assert [row.split for row in rows] == ["train"] * 3 + ["val"] + ["test"] * 2

@@ -1,7 +1,6 @@
 """RSRCC: questions in the form of its metadata.csv and of the Parquet files of the `datasets` library.
 
-The form is that of the rows on https://huggingface.co/datasets/google/RSRCC and of `Roie-k/RSRCC:README.md`. The texts
-are ours.
+https://huggingface.co/datasets/google/RSRCC and `Roie-k/RSRCC:README.md` show rows of this form. The texts are ours.
 """
 
 from pathlib import Path
@@ -147,7 +146,7 @@ def test_good_rows_become_samples_of_their_own_question(validated, tmp_path):
     assert sorted(test_samples["record"]) == ["rsrcc/5e_6f?0", "rsrcc/5e_6f?1", "rsrcc/7a_8b?0"]
 
 
-def test_a_row_that_cannot_be_read_is_quarantined_and_names_file_line_field_and_remedy(validated, tmp_path):
+def test_a_row_that_cannot_be_read_is_quarantined_with_its_file_line_and_field(validated, tmp_path):
     bad_text = rsrcc_text("What?", "E", *ROAD_OPTIONS)
     report = validated(layouts.RSRCC_ROWS | {"val": [*layouts.RSRCC_ROWS["val"], ("3c_4d", bad_text)]})
     assert report.datasets["rsrcc"].quarantined == 1

@@ -1,6 +1,6 @@
 """Pairs whose caption is in a text file next to the two images: matching by names, splits, and bad folders.
 
-The layout is that of musubi-tuner (`docs/dataset_config.md`, `multiple_target`) and of fal.ai's trainers.
+Musubi-tuner (`docs/dataset_config.md`, `multiple_target`) and fal.ai's trainers read this layout.
 """
 
 from collections.abc import Sequence
@@ -90,6 +90,17 @@ def test_the_ends_of_the_names_are_options(tmp_path, ends, names):
 def test_the_whole_text_is_one_caption(tmp_path, text, caption):
     (row,) = read(write(tmp_path, "x.png", "x_1.png", "x.txt", text=text))
     assert row.references == [caption]
+
+
+def test_a_text_may_have_a_suffix_in_upper_case(tmp_path):
+    write(tmp_path, "x.PNG", "x_1.PNG", "x.txt")
+    (tmp_path / "x.txt").rename(tmp_path / "x.TXT")
+    (row,) = read(tmp_path)
+    assert row.fault is None
+    assert row.references == [CAPTION]
+    assert row.source == "x.TXT"
+    output, _ = check(tmp_path, {})
+    assert output[0] == f"{tmp_path} looks like sidecar"
 
 
 FAULTS: dict[str, tuple[list[str], str, Fault]] = {

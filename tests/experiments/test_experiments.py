@@ -139,7 +139,7 @@ def test_a_variant_is_compared_with_the_one_of_the_same_steps():
     assert [list(row["scores"]["CIDEr"]["differences"]) for row in rows] == [[], [], ["a"], ["b"]]
 
 
-def test_on_a_retention_dataset_the_base_is_the_first_row_and_a_reference_of_each_variant():
+def test_on_a_retention_dataset_each_variant_is_compared_with_the_base():
     answers = engine.BaseAnswers({"CIDEr": float(np.mean(plus(3)))}, engine.sum_over_seeds([scores(plus(3), ALPHABET)]))
     runs = []
     for name, values in (("first", BASE), ("second", plus(2))):

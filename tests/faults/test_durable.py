@@ -189,7 +189,7 @@ def write_numbers(table: Path, numbers: list[int]) -> None:
     tables.write_parts((rows.slice(start, 2) for start in (0, 2, 4)), table)
 
 
-def test_a_table_that_is_killed_while_it_is_written_is_never_there_without_some_of_its_parts(tmp_path: Path) -> None:
+def test_a_writer_of_a_table_that_is_killed_leaves_no_table_with_missing_parts(tmp_path: Path) -> None:
     table = tmp_path / "records"
     contents = []
     modules = (files, tables, shutil)  # shutil, because an old table goes file by file

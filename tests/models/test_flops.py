@@ -17,7 +17,7 @@ TOKENS = 5
 
 
 class Tiny(nn.Module):
-    """A model with one layer, of which the last three dimensions of the blank images are the input."""
+    """A model with one layer, whose input is the last three dimensions of the blank images."""
 
     def __init__(self, layer: nn.Module, shape: tuple[int, ...]) -> None:
         super().__init__()

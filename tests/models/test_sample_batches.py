@@ -1,4 +1,4 @@
-"""Which samples are answered together, and in parts of which size."""
+"""Batches of samples that are answered together, and the size of their parts."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -263,7 +263,9 @@ def gallery_of(page: str) -> dict[str, Any]:
 
 
 def table(page: str, after: str) -> list[list[str]]:
-    """The cells of the first table behind the element of that id, as text."""
-    body = page[page.index(f'id="{after}"') :]
+    """Return the cells of the first table behind the element with an id, or of the table with a label, as text."""
+    element = re.search(rf'(?:id|aria-label)="{re.escape(after)}"', page)
+    assert element is not None
+    body = page[element.start() :]
     rows = body[: body.index("</table>")].split("<tr")[1:]
     return [[re.sub("<[^>]+>", "", cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in rows]

@@ -450,7 +450,7 @@ def test_the_card_of_the_current_model_is_served(serve):
     data = TrainingData(dataset="minichange", is_drawn=True, pairs=2564)
     card = {"family": "m3diff", "date": "2026-11-28", "trained_on": (data,)}
     served_card = serve(card=card).get("/model").json()
-    abilities = {"reads_question": True, "question": QUESTION, "images": [2], "turns": 1}
+    abilities = {"reads_question": True, "question": QUESTION, "images": [2], "turns": 1, "outlines": True}
     assert served_card == ModelCard("m3diff/1", **card).as_dict() | abilities
     assert served_card["version"] == "1"
     assert served_card["knows_photographs"] is False

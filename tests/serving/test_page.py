@@ -4,21 +4,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
 from playwright.sync_api import Page, expect
 
+from m3diff.models.contract import Takes
 from m3diff.serving.model_card import NO_PHOTOGRAPHS, Example, TrainingData
 from m3diff.serving.page import read_page
 from m3diff.serving.questions import NOTE
 from tests.browser import Watch, chromium
 from tests.servers import free_port
-from tests.serving.toy import Service, plain, source, write_toy
+from tests.serving.toy import Service, ToyCaptioner, plain, source, write_toy
 
 DESKTOP = {"width": 1400, "height": 1000}
 PHONE = {"width": 390, "height": 844}
+own_answer = ToyCaptioner.answer
 WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to the second?)"
 
 
@@ -206,6 +209,23 @@ def test_the_page_asks_further_questions_with_the_turns_before_them(page_of_dial
     page.get_by_label("Question").fill("Why?")
     page.get_by_role("button", name="Say what changed").click()
     expect(page.locator("#caption")).to_have_text("one: 30/40/0 became 10/20/0 (Why?)")
+
+
+@pytest.mark.slow(20)
+def test_the_page_says_that_a_model_without_maps_draws_no_outlines(images, tmp_path, monkeypatch):
+    monkeypatch.setattr(ToyCaptioner, "family", SimpleNamespace(takes=Takes(), maps=None))
+    monkeypatch.setattr(ToyCaptioner, "answer", answer_without_maps)
+    with served({}, write_toy(tmp_path, "one")) as address, opened(address, PHONE) as page:
+        upload(page, images)
+        page.get_by_role("button", name="Say what changed").click()
+        expect(page.locator("#caption")).to_have_text(WANT)
+        expect(page.locator("#no-overlay")).to_be_visible()
+        expect(page.locator("#overlay-label")).to_be_hidden()
+
+
+def answer_without_maps(captioner, prepared, dialogues, saliency=False):
+    texts, _ = own_answer(captioner, prepared, dialogues)
+    return texts, None
 
 
 @pytest.mark.slow(20)

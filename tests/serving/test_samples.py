@@ -51,7 +51,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         trained_on: TrainedOn = TRAINED_ON_EVERYTHING, takes: Takes | None = None, **changes: Any
     ) -> Service:
         monkeypatch.setattr(toy.ToyCaptioner, "trained_on", trained_on)
-        monkeypatch.setattr(toy.ToyCaptioner, "family", SimpleNamespace(takes=takes or Takes()))
+        monkeypatch.setattr(toy.ToyCaptioner, "family", SimpleNamespace(takes=takes or Takes(), maps=None))
         service = Service(**changes)
         services.append(service)
         service.run(service.models.switch(source(folder)))

@@ -33,6 +33,7 @@ from PIL import Image
 
 from m3diff.models.checkpoint import read_trained_on
 from m3diff.models.contract import Prepared, Takes
+from m3diff.models.family import MAPS_OF_MODEL
 from m3diff.models.generation import QUESTION
 from m3diff.models.sample_limits import TrainedOn
 from m3diff.records.errors import DataError
@@ -40,7 +41,7 @@ from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
 from m3diff.serving.app import Server
-from m3diff.serving.batcher import BATCH_WAIT_S, AnswerRequest, Metrics, Models, Replica, ServedAnswer, UndecodableImage
+from m3diff.serving.batcher import BATCH_WAIT_S, AnswerRequest, Metrics, Models, Replica, ServedAnswer, UnusableImage
 from m3diff.serving.model_card import ModelCard
 from m3diff.settings.load import load_params
 from tests.servers import free_port
@@ -61,7 +62,7 @@ FAULTS = {
 
 class ToyCaptioner:
     tokenizer = SimpleNamespace(all_special_tokens=SPECIAL[1:], get_added_vocab=lambda: {SPECIAL[0]: 1})
-    family = SimpleNamespace(takes=Takes())
+    family = SimpleNamespace(takes=Takes(), maps=MAPS_OF_MODEL)
     max_new_tokens = 64
     question = QUESTION
     trained_on = TrainedOn(QUESTION)
@@ -151,7 +152,7 @@ class Local(ToyReplica):
 
     removed = False
 
-    async def ask(self, request: AnswerRequest) -> ServedAnswer | UndecodableImage:
+    async def ask(self, request: AnswerRequest) -> ServedAnswer | UnusableImage:
         assert not self.removed, "asked after it was removed"
         answer = await super().ask(request)
         assert not self.removed, "removed before it gave its last answer"

@@ -5,6 +5,7 @@ The card describes the model, its training data, its scores and its limits.
 `card_FAMILY.md.j2` contains the text about a family and its paper, and `card.md.j2` contains everything else.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,7 +40,8 @@ class CardFacts:
         config: content of config.json.
         datasets: datasets of the mixture.
         example: example pair to show, or None.
-        question: default question of the processor.
+        question: default question of the model.
+        processor_config: content of processor_config.json.
     """
 
     name: str
@@ -49,6 +51,7 @@ class CardFacts:
     datasets: Sequence[MixtureDataset]
     example: ExamplePair | None
     question: str
+    processor_config: Mapping[str, Any]
 
     @property
     def training_datasets(self) -> list[MixtureDataset]:
@@ -93,11 +96,14 @@ def write_card(params: Params, facts: CardFacts) -> str:
         untraced=trace.fault,
         example=facts.example,
         question=facts.question,
+        question_in_code=json.dumps(facts.question, ensure_ascii=False),
+        architecture=facts.config["architectures"][0],
+        has_video_processor="video_processor" in facts.processor_config,
         report=read_stage_report(params.paths.model / "report.json"),
         module=facts.config[family.module] if family.has_module(facts.config) else None,
         side=vision_config.get("image_size"),
         patch=vision_config.get("patch_size"),
-        front_matter=front_matter(params.train.base.name, family, facts.training_datasets),
+        front_matter=front_matter(params.train.base.name, family, facts.training_datasets, facts.config["model_type"]),
         scores=scores,
         score_rows=score_rows(scores),
         change_type_rows=change_type_rows(scores),
@@ -126,16 +132,18 @@ def trace_checkpoint(params: Params) -> Trace:
     return Trace(lineage=lineage, recipe=yaml.safe_dump(recipe, sort_keys=False).strip())
 
 
-def front_matter(base: str, family: SharedFamily, training_datasets: Sequence[MixtureDataset]) -> str:
+def front_matter(base: str, family: SharedFamily, training_datasets: Sequence[MixtureDataset], model_type: str) -> str:
     """Return the card's metadata for model hubs, as YAML.
 
     Args:
         base: folder name of the base model.
         family: family of the model.
         training_datasets: datasets that were used for training.
+        model_type: the `model_type` of config.json.
     """
     fields: dict[str, Any] = {}
-    if all(is_freely_licensed(dataset) for dataset in training_datasets):
+    # the licence of a base that is not one of `bases` is unknown
+    if family.bases and all(is_freely_licensed(dataset) for dataset in training_datasets):
         fields["license"] = "apache-2.0"
     else:
         fields["license"] = "other"
@@ -146,7 +154,8 @@ def front_matter(base: str, family: SharedFamily, training_datasets: Sequence[Mi
     fields["library_name"] = "transformers"
     if family.reads_question:  # the pipeline always passes a text
         fields["pipeline_tag"] = "image-text-to-text"
-    fields["tags"] = ["image-difference-captioning", "change-captioning", *family.tags]
+    tags = family.tags or (model_type.replace("_", "-"),)
+    fields["tags"] = ["image-difference-captioning", "change-captioning", *tags]
     return yaml.safe_dump(fields, sort_keys=False).strip()
 
 

@@ -37,10 +37,12 @@ class SharedFamily:
 
     Attributes:
         name: name of the family.
-        title: name in the card, and in the class names `<title>Config` and `<title>ForConditionalGeneration`.
-        bases: folder name -> published base model.
+        title: name in the card, and in the class names `<title>Config` and `<title>ForConditionalGeneration`. Empty if
+            the classes are those of the base.
+        bases: folder name -> published base model. Empty if any model may be the base.
         tags: tags in the card for model hubs.
-        processing: Python module that defines the family's `ImagePairProcessor`.
+        processing: Python module that defines the family's `ImagePairProcessor`. None if model and processor are of
+            classes of transformers, so that the folder contains no code.
         code: Python modules in `m3diff.models` that every folder needs in addition to `processing`.
         model_code: Python modules in `m3diff.models` that are needed only if the model has a new module.
         module: field of config.json that describes the new module. Models without it are loaded with transformers'
@@ -51,7 +53,7 @@ class SharedFamily:
     title: str
     bases: Mapping[str, str]
     tags: tuple[str, ...]
-    processing: str
+    processing: str | None
     code: tuple[str, ...] = ()
     model_code: tuple[str, ...] = ()
     module: str = ""
@@ -60,6 +62,11 @@ class SharedFamily:
     def reads_question(self) -> bool:
         """Whether the model's answer depends on the question."""
         return FAMILIES[self.name].reads_question
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether transformers alone loads the folder, because it contains nothing of this project but its hashes."""
+        return self.processing is None
 
     def has_module(self, config: Mapping[str, Any]) -> bool:
         """Return whether config.json describes a model with a new module, which transformers cannot load by itself."""
@@ -79,6 +86,8 @@ class SharedFamily:
 
     def source_files(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the Python files for the folder: file name -> source."""
+        if self.processing is None:
+            return {}
         model_modules = ["processing", *self.code]
         if self.has_module(config):
             model_modules += self.model_code
@@ -161,4 +170,5 @@ SHARED = {
         processing="m3diff.commands.export.processing_blip2idc",
         code=("layers", "blip2idc_model"),
     ),
+    "auto": SharedFamily(name="auto", title="", bases={}, tags=(), processing=None),
 }

@@ -7,7 +7,8 @@
     README.md                                                  the model card
     manifest.json                                              the hash of every other file
 
-Loading the folder requires torch, transformers, safetensors and Pillow.
+Loading the folder requires torch, transformers, safetensors and Pillow. A model of the family `auto` is the base's own
+class, so its folder has no Python files. It contains the files of the checkpoint that transformers wrote.
 """
 
 import json
@@ -62,7 +63,10 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
-        config = write_model(checkpoint, folder, family, params.predict.max_new_tokens, question)
+        if family.is_stock:
+            config = copy_stock_model(checkpoint, folder, manifest, params.predict.max_new_tokens)
+        else:
+            config = write_model(checkpoint, folder, family, params.predict.max_new_tokens, question)
         for file_name, source in family.source_files(config).items():
             (folder / file_name).write_text(source, encoding="utf-8")
         if example is not None:
@@ -75,6 +79,7 @@ def export_hub(params: Params, out: Path, allow_unlicensed: bool = False) -> lis
             datasets=datasets,
             example=example,
             question=question,
+            processor_config=json.loads((folder / "processor_config.json").read_text(encoding="utf-8")),
         )
         (folder / "README.md").write_text(write_card(params, facts), encoding="utf-8")
         # A checkpoint that does not name its question must not be exported as if it did
@@ -118,9 +123,43 @@ def write_model(
         config["text_config"] = config["text_config"] | end_tokens
     config |= family.auto_map(config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    processing = import_module(family.processing)
+    assert family.processing is not None
+    processing: Any = import_module(family.processing)
     processing.shared_processor(family.name, trained_processor, question, trained_config).save_pretrained(folder)
     GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, **end_tokens).save_pretrained(folder)
+    return config
+
+
+def copy_stock_model(
+    checkpoint: Path, folder: Path, manifest: Mapping[str, Any], max_new_tokens: int
+) -> dict[str, Any]:
+    """Copy the files that transformers wrote to a checkpoint, and return the content of config.json.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        folder: folder to write to.
+        manifest: the checkpoint's manifest.
+        max_new_tokens: maximum length of a caption in tokens, written to generation_config.json.
+
+    Raises:
+        ForeignCodeError: the checkpoint refers to code or contains code.
+    """
+    from transformers import GenerationConfig
+
+    from m3diff.models.auto_processor import CHOICES
+    from m3diff.models.checkpoint import ADAPTERS
+    from m3diff.models.foreign_code import refuse_code_files, refuse_foreign_code
+
+    refuse_foreign_code(checkpoint)
+    refuse_code_files(checkpoint)
+    for name in manifest["files"]:
+        if name != CHOICES and not name.startswith(f"{ADAPTERS}/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint / name, folder / name)
+    generation_config = GenerationConfig.from_pretrained(folder)
+    generation_config.update(do_sample=False, max_new_tokens=max_new_tokens)
+    generation_config.save_pretrained(folder)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config
 
 

@@ -90,32 +90,18 @@ class SequenceFigures:
         return self.prompt_tokens + self.supervised_tokens
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The figures of one phase of a run: the fine-tuning, or the alignment that precedes it for some models.
+@dataclass(frozen=True, kw_only=True)
+class BasicPlan:
+    """The figures of one phase of a run that are known for every family, without FLOPs and activations.
 
     Attributes:
-        run: parameters of the phase. The two phases differ in their epochs, batch size and learning rates.
+        run: parameters of the phase. The fine-tuning and the alignment that precedes it for some models differ in their
+            epochs, batch size and learning rates.
         base_origin: text that says where the shapes of the model come from.
         parameters: number of parameters by group. A part's frozen parameters are a separate group whose name ends with
-            FROZEN.
-        sequences_by_images: figures of the sequences of each group of the workload.
-        terms: FLOPs of a mean sequence, without recomputation.
-        references_per_sequence: mean number of references per sequence.
-        tokens_per_sequence: mean number of tokens per sequence.
-        supervised_tokens: mean number of tokens per sequence that count in the loss.
-        max_references: number of references in the longest sequence, for which the memory is computed. None if only
-            sums are known. The memory is then computed for a mean sequence.
+            FROZEN. Empty if the shapes of the model are unknown.
         sequences: number of sequences per epoch.
-        model_flops: FLOPs of the run without recomputation. Frozen weights cost two thirds, because they need no
-            gradient.
-        run_flops: FLOPs of the run including recomputation.
-        memory_gb: memory on one GPU by purpose, in GB.
-        activations_gb: activations of a micro-batch by part of the model, in GB.
-        test_pairs: number of pairs to caption; None if unknown.
-        caption_flops: FLOPs for reading a pair's images and prompt after the LoRA adapters are merged into the weights.
-            If the run has no pairs, those of the most frequent kind of image set. This excludes decoding, which is
-            limited by memory bandwidth, and the saliency map, which adds under 1 %.
+        memory_gb: memory on one GPU by purpose, in GB. Empty if the shapes of the model are unknown.
         epochs_parameter: parameter that sets the number of epochs.
     """
 
@@ -123,19 +109,8 @@ class Plan:
     base_origin: str
     workload: Workload
     parameters: Mapping[str, int]
-    sequences_by_images: Sequence[SequenceFigures]
-    terms: Sequence[Term]
-    references_per_sequence: float
-    tokens_per_sequence: float
-    supervised_tokens: float
-    max_references: int | None
     sequences: int
-    model_flops: float
-    run_flops: float
     memory_gb: Mapping[str, float]
-    activations_gb: Mapping[str, float]
-    test_pairs: int | None
-    caption_flops: float
     epochs_parameter: str = "train.epochs"
 
     @property
@@ -147,11 +122,6 @@ class Plan:
     def devices(self) -> int:
         """Number of devices used for training: GPUs, or processes on a CPU."""
         return max(1, self.run.compute.workers)
-
-    @property
-    def most_frequent_sequence(self) -> SequenceFigures:
-        """The figures of the most frequent kind of sequence."""
-        return max(self.sequences_by_images, key=lambda figures: figures.sequences)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -167,6 +137,49 @@ class Plan:
     def memory_total_gb(self) -> float:
         """Memory that the run needs on one GPU, in GB."""
         return sum(self.memory_gb.values())
+
+    @property
+    def references_per_sequence(self) -> float:
+        """Mean number of references per sequence."""
+        return self.workload.references / self.sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(BasicPlan):
+    """The figures of one phase of a run, with FLOPs and activations.
+
+    Attributes:
+        sequences_by_images: figures of the sequences of each group of the workload.
+        terms: FLOPs of a mean sequence, without recomputation.
+        tokens_per_sequence: mean number of tokens per sequence.
+        supervised_tokens: mean number of tokens per sequence that count in the loss.
+        max_references: number of references in the longest sequence, for which the memory is computed. None if only
+            sums are known. The memory is then computed for a mean sequence.
+        model_flops: FLOPs of the run without recomputation. Frozen weights cost two thirds, because they need no
+            gradient.
+        run_flops: FLOPs of the run including recomputation.
+        activations_gb: activations of a micro-batch by part of the model, in GB.
+        test_pairs: number of pairs to caption; None if unknown.
+        caption_flops: FLOPs for reading a pair's images and prompt after the LoRA adapters are merged into the weights.
+            If the run has no pairs, those of the most frequent kind of image set. This excludes decoding, which is
+            limited by memory bandwidth, and the saliency map, which adds under 1 %.
+    """
+
+    sequences_by_images: Sequence[SequenceFigures]
+    terms: Sequence[Term]
+    tokens_per_sequence: float
+    supervised_tokens: float
+    max_references: int | None
+    model_flops: float
+    run_flops: float
+    activations_gb: Mapping[str, float]
+    test_pairs: int | None
+    caption_flops: float
+
+    @property
+    def most_frequent_sequence(self) -> SequenceFigures:
+        """The figures of the most frequent kind of sequence."""
+        return max(self.sequences_by_images, key=lambda figures: figures.sequences)
 
     def gpu_hours(self, peak_tflops: float, hfu: float) -> float:
         """Return the hours that the run takes on one GPU.
@@ -184,6 +197,8 @@ class Plan:
 
 def make_plan(run: Run, excluded_datasets: Sequence[str] = ()) -> Plan:
     """Calculate the plan of the fine-tuning. `plan_alignment` calculates the plan of the alignment.
+
+    The family must be able to count FLOPs.
 
     Args:
         excluded_datasets: datasets that are not counted. If the model has an alignment, the alignment's datasets are
@@ -220,7 +235,6 @@ def make_plan(run: Run, excluded_datasets: Sequence[str] = ()) -> Plan:
         parameters=parameters,
         sequences_by_images=figures,
         terms=terms,
-        references_per_sequence=workload.references / sequences,
         tokens_per_sequence=sum(sequence.sequences * sequence.tokens for sequence in figures) / sequences,
         supervised_tokens=sum(sequence.sequences * sequence.supervised_tokens for sequence in figures) / sequences,
         max_references=workload.max_references(max_captions),
@@ -299,8 +313,13 @@ def _sequence_figures(
         prompt_tokens=prompt_tokens,
         supervised_tokens=supervised_tokens,
         max_supervised_tokens=max_references * group.reference_tokens,
-        terms=family.count_flops(model, family, prompt_tokens + supervised_tokens, supervised_tokens, group.images),
+        terms=_count_flops(family, model, prompt_tokens + supervised_tokens, supervised_tokens, group.images),
     )
+
+
+def _count_flops(family: Family, model: Any, tokens: float, supervised_tokens: float, images: int) -> list[Term]:
+    assert family.count_flops is not None, "`plan_run` makes plans of families whose FLOPs cannot be counted"
+    return family.count_flops(model, family, tokens, supervised_tokens, images)
 
 
 def mean_terms(figures: Sequence[SequenceFigures]) -> list[Term]:
@@ -345,14 +364,17 @@ def _activations_gb(run: Run, model: Any, sequence: SequenceFigures) -> dict[str
 def _caption_flops(family: Family, model: Any, figures: Sequence[SequenceFigures]) -> float:
     pairs = [sequence for sequence in figures if sequence.images == PAIR]
     sequence = max(pairs or figures, key=lambda sequence: sequence.sequences)
-    terms = family.count_flops(model, family, sequence.prompt_tokens, 1, sequence.images)
+    terms = _count_flops(family, model, sequence.prompt_tokens, 1, sequence.images)
     return sum(term.forward for term in terms if term.name != ADAPTERS)
 
 
-def count_parameters(model: Any, family: Family) -> dict[str, int]:
+def count_parameters(model: Any, family: Family, unused_group: str | None = None) -> dict[str, int]:
     """Return the number of parameters by part.
 
     A part's frozen parameters are counted separately, under a name that ends with FROZEN.
+
+    Args:
+        unused_group: name of the group of the family's `unused_parameters`. None counts them in their parts.
     """
     groups: dict[str, int] = {}
     for part in family.parts:
@@ -360,7 +382,10 @@ def count_parameters(model: Any, family: Family) -> dict[str, int]:
         groups[f"{part}{FROZEN}"] = 0
     for name, parameter in model.named_parameters():
         part = family.part_of(name)
-        groups[part if parameter.requires_grad else f"{part}{FROZEN}"] += parameter.numel()
+        group = part if parameter.requires_grad else f"{part}{FROZEN}"
+        if unused_group is not None and name.startswith(family.unused_parameters):
+            group = f"{unused_group}{FROZEN}"
+        groups[group] = groups.get(group, 0) + parameter.numel()
     return {group: count for group, count in groups.items() if count}
 
 

@@ -5,7 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from m3diff.commands.plan.workload import PROMPT_TOKENS, REFERENCE_TOKENS, DatasetShare, SampleGroup, Workload
+from m3diff.commands.plan.workload import (
+    LENGTHS_ESTIMATED,
+    PROMPT_TOKENS,
+    REFERENCE_TOKENS,
+    DatasetShare,
+    SampleGroup,
+    Workload,
+)
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.records.errors import Fault
@@ -50,7 +57,7 @@ def published_workload(
     omitted = list(dict.fromkeys([*unpublished, *unread]))
     omission = f"; without {', '.join(omitted)}, whose counts are not published" if omitted else ""
     return Workload(
-        origin=f"published counts of the datasets, lengths estimated{omission}",
+        origin=f"published counts of the datasets, {LENGTHS_ESTIMATED}{omission}",
         groups=list(_group_by_images(datasets)),
     )
 
@@ -64,7 +71,7 @@ class PublishedShare:
 
 
 def _group_by_images(published_shares: Sequence[PublishedShare]) -> Iterator[SampleGroup]:
-    """Yield the groups of image sets with the same number of images, pairs first, and then that of couples."""
+    """Yield the groups of image sets with the same number of images, pairs first and couples last."""
     kinds = {(published.share.are_couples, -published.share.images) for published in published_shares}
     for are_couples, negative_images in sorted(kinds):
         chosen = [
@@ -82,7 +89,7 @@ def _group_by_images(published_shares: Sequence[PublishedShare]) -> Iterator[Sam
 
 
 def _published_dataset(name: str, spec: DatasetSpec, train_on: Sequence[str], convert: Convert) -> list[PublishedShare]:
-    """Return the shares of a published dataset, one per split and number of images, and that of its couples."""
+    """Return the shares of a published dataset, one per split and number of images, and one for its couples."""
     published = spec.part(name)
     assert published is not None, f"{name}: no published counts"
     counts: dict[str, SplitCount] = {split: getattr(published, split) for split in train_on}
@@ -130,7 +137,7 @@ def _published_dataset(name: str, spec: DatasetSpec, train_on: Sequence[str], co
 
 
 def _separate_texts(share: DatasetShare, count: SplitCount) -> list[DatasetShare]:
-    """Return the share of rows with images, and that of rows without any, if the dataset has such rows."""
+    """Return the share of rows with images and, if the dataset has texts without an image, a share of these."""
     if not count.texts:
         return [share]
     published_pairs = [count.pairs - count.texts, count.texts]

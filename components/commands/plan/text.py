@@ -1,14 +1,15 @@
 """Describe a plan as text. Time, cost, warnings and memory come first, then the details."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from m3diff.commands.plan.figures import FROZEN, GIGA, TERA, Plan, recomputed_flops
+from m3diff.commands.plan.figures import FROZEN, GIGA, TERA, BasicPlan, Plan, has_base, recomputed_flops
 from m3diff.commands.plan.fit import RESERVE, GpuMemory, smallest_gpu_gb
 from m3diff.commands.plan.speed import Duration, UnknownDuration, estimate_duration, format_devices
 from m3diff.commands.plan.warnings import warnings_of_plan
-from m3diff.commands.plan.workload import DatasetShare
+from m3diff.commands.plan.without_flops import MeasuredTokens, measure_tokens
+from m3diff.commands.plan.workload import LENGTHS_ESTIMATED, DatasetShare
 from m3diff.models import FAMILIES
 from m3diff.models.flops import ADAPTERS
 from m3diff.records.errors import Fault, format_count
@@ -72,8 +73,8 @@ def format_duration(hours: float, device: str = "") -> str:
     return f"{format_estimate(3600 * hours)} {prefix}seconds"
 
 
-def print_plan(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> None:
-    """Print the plan: time, cost, warnings and memory, then the details.
+def print_plan(plan: BasicPlan, compute: Compute, gpu: Gpu | None, hfu: float) -> None:
+    """Print the plan: time, cost, warnings and memory, then the details. Time and cost are unknown without FLOPs.
 
     Args:
         gpu: kind of GPU to plan for; None uses what is known about this machine.
@@ -82,14 +83,18 @@ def print_plan(plan: Plan, compute: Compute, gpu: Gpu | None, hfu: float) -> Non
     if gpu is not None and not compute.gpu:  # the user asks how long the run would take on this kind of GPU
         gpu_compute = compute.model_copy(update={"gpu": True})
         plan = replace(plan, run=replace(plan.run, compute=gpu_compute))
-    duration = estimate_duration(plan, gpu, hfu)
     machine_gb = smallest_gpu_gb() if compute.gpu and gpu is None else None
     gpu_memory = None
     if gpu is not None:
         gpu_memory = GpuMemory(name=gpu.name, memory_gb=gpu.memory_gb)
     elif machine_gb is not None:
         gpu_memory = GpuMemory(name="this machine's GPU", memory_gb=machine_gb)
-    print("\n".join(plan_lines(plan, duration, gpu_memory, list(warnings_of_plan(plan)))))
+    warnings = list(warnings_of_plan(plan))
+    if isinstance(plan, Plan):
+        lines = plan_lines(plan, estimate_duration(plan, gpu, hfu), gpu_memory, warnings)
+    else:
+        lines = lines_without_flops(plan, measure_tokens(plan.run), gpu_memory, warnings)
+    print("\n".join(lines))
 
 
 def plan_lines(
@@ -110,7 +115,57 @@ def plan_lines(
     yield from _parameter_lines(plan)
 
 
-def _device(plan: Plan) -> str:
+def lines_without_flops(
+    plan: BasicPlan, tokens: MeasuredTokens | None, gpu_memory: GpuMemory | None, warnings: Sequence[Fault]
+) -> Iterator[str]:
+    """Yield the plan of a family whose FLOPs and activations cannot be counted as lines of text.
+
+    Args:
+        tokens: the tokens of some sequences; None if there is no base or no mixture.
+        gpu_memory: memory of the GPU that the run must fit into; None if it is unknown or the run does not use a GPU.
+    """
+    family = plan.run.settings.family
+    yield f"  FLOPs, activations and hours are not estimated for models of the family {family}"
+    yield from (f"  warning: {warning}" for warning in warnings)
+    base = plan.train.base
+    if plan.parameters:
+        yield from _memory_summary(plan, gpu_memory)
+    else:
+        yield f"  memory: unknown, because there is no base in {base}"
+    yield _steps_line(plan)
+    yield _packing_line(plan, tokens)
+    yield f"data: {plan.workload.origin.replace(f', {LENGTHS_ESTIMATED}', '')}"
+    yield from _share_lines(plan)
+    yield f"  {_sequences_text(plan)}, each with {plan.references_per_sequence:.2f} {_answers(plan)} on average"
+    if plan.parameters:
+        yield f"memory of each {_device(plan)} in {_memory_unit(plan).name}, without activations"
+        yield from _memory_table(plan)
+        yield f"parameters in millions: {plan.base_origin}"
+        for group, count in plan.parameters.items():
+            name = group.replace(FROZEN, ", frozen") if group.endswith(FROZEN) else f"{group}, trained"
+            yield f"  {name:<28} {count / 1e6:>12,.2f}"
+
+
+def _packing_line(plan: BasicPlan, tokens: MeasuredTokens | None) -> str:
+    """Return the line that says how sequences are packed and how many tokens that saves."""
+    if tokens is None:
+        missing = "no mixture of this run"
+        remedy = "run `dvc repro convert` first"
+        if not has_base(plan.train.base):
+            missing = "no base"
+            remedy = "download it first"
+        folder = plan.run.mixture if has_base(plan.train.base) else plan.train.base
+        return f"  packed by the model's own cache: tokens unknown, because there is {missing} in {folder}; {remedy}"
+    times = tokens.separate_tokens / tokens.packed_tokens
+    packed_tokens = format_count(round(tokens.packed_tokens), "token")
+    return (
+        f"  packed by the model's own cache: {packed_tokens} per sequence in place of "
+        f"{round(tokens.separate_tokens):,} with separate samples ({times:.1f} times fewer), of which "
+        f"{round(tokens.image_tokens):,} are visual; measured on {format_count(tokens.sequences, 'image set')}"
+    )
+
+
+def _device(plan: BasicPlan) -> str:
     return "GPU" if plan.run.compute.gpu else "process"
 
 
@@ -148,8 +203,10 @@ def _time_lines(plan: Plan, duration: Duration | UnknownDuration) -> Iterator[st
         yield f"  cost: {amount} {currency}, at {price} per GPU-hour (compute.gpu_hour_price)"
 
 
-def _memory_summary(plan: Plan, gpu_memory: GpuMemory | None) -> Iterator[str]:
+def _memory_summary(plan: BasicPlan, gpu_memory: GpuMemory | None) -> Iterator[str]:
     total = format_amount(plan.memory_total_gb * GIGA, "B", decimals=1)
+    if not isinstance(plan, Plan):
+        total += " without activations"
     if gpu_memory is None:
         yield f"  memory: {total} on each {_device(plan)}"
         return
@@ -160,7 +217,7 @@ def _memory_summary(plan: Plan, gpu_memory: GpuMemory | None) -> Iterator[str]:
     )
 
 
-def _steps_line(plan: Plan) -> str:
+def _steps_line(plan: BasicPlan) -> str:
     workload = plan.workload
     pairs = format_count(workload.pairs, "pair" if workload.has_only_pairs else "image set")
     captions = format_count(workload.references, "caption" if workload.has_only_pairs else "sample")
@@ -173,9 +230,30 @@ def _steps_line(plan: Plan) -> str:
 
 def _workload_lines(plan: Plan) -> Iterator[str]:
     workload = plan.workload
-    max_captions = plan.train.max_captions_per_sequence
+    answers = _answers(plan)
     yield f"data: {workload.origin}"
-    answers = "references" if workload.has_only_pairs else "samples"
+    yield from _share_lines(plan)
+    answer = answers.removesuffix("s")
+    yield f"  {workload.prompt_tokens:.1f} tokens per prompt, {workload.reference_tokens:.1f} tokens per {answer}"
+    tokens = format_count(round(plan.tokens_per_sequence), "token")
+    yield (f"  {_sequences_text(plan)}, each with {tokens} and {plan.references_per_sequence:.2f} {answers} on average")
+    if len(plan.sequences_by_images) > 1:
+        for sequence in plan.sequences_by_images:
+            images = format_count(sequence.images, "image")
+            tokens = format_count(round(sequence.tokens), "token")
+            tflops = sum(term.total for term in sequence.terms) / TERA
+            yield f"  {sequence.sequences:>9,} with {images}, {tokens} and {tflops:.3g} TFLOP each"
+
+
+def _answers(plan: BasicPlan) -> str:
+    """Return what the samples of a run are called in the plural."""
+    return "references" if plan.workload.has_only_pairs else "samples"
+
+
+def _share_lines(plan: BasicPlan) -> Iterator[str]:
+    """Yield a line for the image sets and samples of each dataset, and their sum."""
+    workload = plan.workload
+    answers = _answers(plan)
     for share in workload.shares:
         noun = "published pair" if share.images == PAIR else "published row"
         note = f" of {format_count(share.published_pairs, noun)}" if share.published_pairs else ""
@@ -192,20 +270,12 @@ def _workload_lines(plan: Plan) -> Iterator[str]:
         pairs = f"{PAPER_PAIRS // 1000}k"
         references = f"{PAPER_SAMPLES // 1000}k"
         yield f"  {PAPER_ROW:<28} {pairs:>9} pairs {references:>9} references"
-    answer = answers.removesuffix("s")
-    yield f"  {workload.prompt_tokens:.1f} tokens per prompt, {workload.reference_tokens:.1f} tokens per {answer}"
-    tokens = format_count(round(plan.tokens_per_sequence), "token")
-    yield (
-        f"  max_captions_per_sequence {'all' if max_captions is None else max_captions}: "
-        f"{format_count(plan.sequences, 'sequence')}, each with {tokens} and "
-        f"{plan.references_per_sequence:.2f} {answers} on average"
-    )
-    if len(plan.sequences_by_images) > 1:
-        for sequence in plan.sequences_by_images:
-            images = format_count(sequence.images, "image")
-            tokens = format_count(round(sequence.tokens), "token")
-            tflops = sum(term.total for term in sequence.terms) / TERA
-            yield f"  {sequence.sequences:>9,} with {images}, {tokens} and {tflops:.3g} TFLOP each"
+
+
+def _sequences_text(plan: BasicPlan) -> str:
+    max_captions = plan.train.max_captions_per_sequence
+    limit = "all" if max_captions is None else max_captions
+    return f"max_captions_per_sequence {limit}: {format_count(plan.sequences, 'sequence')}"
 
 
 def _kind_of(share: DatasetShare) -> str:
@@ -216,14 +286,23 @@ def _kind_of(share: DatasetShare) -> str:
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    unit = choose_unit(plan.memory_total_gb * GIGA, "B", largest_prefix="G")
     sequence = "a sequence of mean length"
     if plan.max_references is not None:
         sequence = f"the longest sequence, with {format_count(plan.max_references, 'reference')}"
-    yield f"memory of each {_device(plan)} in {unit.name}, with the activations of {sequence}"
+    yield f"memory of each {_device(plan)} in {_memory_unit(plan).name}, with the activations of {sequence}"
+    yield from _memory_table(plan, plan.activations_gb)
+
+
+def _memory_unit(plan: BasicPlan) -> Unit:
+    return choose_unit(plan.memory_total_gb * GIGA, "B", largest_prefix="G")
+
+
+def _memory_table(plan: BasicPlan, activations_gb: Mapping[str, float] | None = None) -> Iterator[str]:
+    """Yield a line for each purpose of memory, for each part's activations, and for the sum."""
+    unit = _memory_unit(plan)
     for name, size in plan.memory_gb.items():
         yield f"  {name:<28} {size * GIGA / unit.size:>9.1f}"
-    for name, size in plan.activations_gb.items():
+    for name, size in (activations_gb or {}).items():
         yield f"    {name:<26} {size * GIGA / unit.size:>9.2f}"
     yield f"  {'sum':<28} {plan.memory_total_gb * GIGA / unit.size:>9.1f}"
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 
-from m3diff.commands.plan.figures import Plan, Run, count_steps
+from m3diff.commands.plan.figures import BasicPlan, Run, count_steps
 from m3diff.commands.plan.mixture import counted_workload, has_mixture
 from m3diff.commands.plan.unknown_words import count_words
 from m3diff.commands.plan.workload import ESTIMATED_LENGTHS
@@ -35,7 +35,7 @@ def warnings_before_training(run: Run) -> list[str]:
     return [str(warning) for warning in warnings if warning is not None]
 
 
-def warnings_of_plan(plan: Plan) -> Iterator[Fault]:
+def warnings_of_plan(plan: BasicPlan) -> Iterator[Fault]:
     """Yield the warnings shown in a printed plan."""
     steps_warning = short_run_warning(plan.steps, plan.train.epochs, plan.epochs_parameter)
     if steps_warning is not None:

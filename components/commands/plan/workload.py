@@ -19,6 +19,8 @@ from m3diff.records.sample import PAIR, Turn
 PROMPT_TOKENS = 29.0
 REFERENCE_TOKENS = 15.0
 
+LENGTHS_ESTIMATED = "lengths estimated"  # in the origin of a workload whose texts were not tokenised
+
 # Maximum numbers of distinct texts and of dialogues that are tokenised; larger mixtures are sampled evenly. A dialogue
 # takes longer, because its prompts are rendered turn by turn
 MAX_TOKENIZED_TEXTS = 20_000
@@ -64,9 +66,9 @@ class SampleGroup:
     Attributes:
         shares: the shares of datasets. All have the same number of images.
         prompt_tokens: mean number of tokens of a prompt, without the images. A prompt is the chat template and a
-            question. That of a dialogue is everything but its answers.
-        reference_tokens: mean number of supervised tokens of a sample: its answer, with the end token. Those of a
-            dialogue are all of its answers.
+            question. The prompt of a dialogue is everything but its answers.
+        reference_tokens: mean number of supervised tokens of a sample: its answer, with the end token. In a
+            dialogue, all answers are supervised.
         pairs_by_references: number of image sets for each number of samples; empty if only sums are known.
         prompts: number of prompts. None: one for each image set. Captions of an image set share a prompt, and questions
             have their own.
@@ -256,7 +258,7 @@ class TokenCounter:
         return DialogueTokens((total_tokens - supervised_tokens) / len(sample), supervised_tokens / len(sample))
 
     def __str__(self) -> str:
-        return "lengths by its tokenizer" if self.processor else "lengths estimated"
+        return "lengths by its tokenizer" if self.processor else LENGTHS_ESTIMATED
 
 
 # Lengths if there is no tokenizer; the number of image tokens is then not needed

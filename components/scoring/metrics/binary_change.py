@@ -8,57 +8,73 @@ Precision is undefined if no prediction says that a pair changed, and recall if 
 absent; scikit-learn prints 0.
 """
 
-from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, Resampled, divide_sums
+from dataclasses import dataclass
+
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores
 from m3diff.scoring.metrics.answers import read_bare_truth_value, read_truth_value
-from m3diff.scoring.metrics.sums import f1_of_sums, score_groups_by_sums
+from m3diff.scoring.metrics.sums import StatisticsColumn
 from m3diff.scoring.pairs import EvalPair, Groups
 
-STATISTICS = "binary_statistics"  # column of scores.parquet
-# Names of the numbers in the column, each 0 or 1
-COUNTS = ("answers", "right", "changed_and_said", "said", "changed")
 NO_TRUTH = "no reference is yes or no"
+
+
+@dataclass(frozen=True)
+class BinaryCounts:
+    """The numbers of an answer, each 0 or 1.
+
+    Attributes:
+        answers: always 1.
+        right: 1 if the answer is right.
+        right_claims: 1 if the pair changed and the prediction says so.
+        claims: 1 if the prediction says that the pair changed.
+        changes: 1 if the pair changed.
+    """
+
+    answers: int
+    right: int
+    right_claims: int
+    claims: int
+    changes: int
+
+
+COLUMN = StatisticsColumn("binary_statistics", BinaryCounts)
 
 
 def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score the questions whose references say yes or no."""
     del inputs
-    rows = {}
-    for pair in pairs:
-        row = count_answer(pair)
-        if row is not None:
-            rows[pair.id] = row
-    scores = score_groups_by_sums(groups, rows, RESAMPLED, len(COUNTS))
+    rows = COLUMN.rows(pairs, count_answer)
     absent = {} if rows else {METRIC.main_score: NO_TRUTH}
-    return MetricScores(scores, {pair_id: {STATISTICS: row} for pair_id, row in rows.items()}, absent)
+    return MetricScores(COLUMN.score_groups(groups, rows, RESAMPLED), COLUMN.values(rows), absent)
 
 
-def count_answer(pair: EvalPair) -> list[float] | None:
-    """Return the numbers of a question in the order of COUNTS. None if its references do not agree on yes or no."""
+def count_answer(pair: EvalPair) -> BinaryCounts | None:
+    """Return the numbers of an answer. None if the references do not agree on yes or no."""
     truths = {read_bare_truth_value(reference) for reference in pair.references}
     if truths not in ({True}, {False}):
         return None
     is_changed = truths == {True}
     says_changed = read_truth_value(pair.prediction) is True
-    counts = (1, is_changed == says_changed, is_changed and says_changed, says_changed, is_changed)
-    return [float(count) for count in counts]
-
-
-def share(part: str, total: str) -> Resampled:
-    """Return how to divide the sum of a number by the sum of another."""
-    return Resampled(STATISTICS, divide_sums(COUNTS.index(part), COUNTS.index(total)))
+    return BinaryCounts(
+        answers=1,
+        right=int(is_changed == says_changed),
+        right_claims=int(is_changed and says_changed),
+        claims=int(says_changed),
+        changes=int(is_changed),
+    )
 
 
 RESAMPLED = {
-    "binary_accuracy": share("right", "answers"),
-    "binary_precision": share("changed_and_said", "said"),
-    "binary_recall": share("changed_and_said", "changed"),
-    "binary_f1": Resampled(STATISTICS, f1_of_sums(*map(COUNTS.index, ("changed_and_said", "said", "changed")))),
+    "binary_accuracy": COLUMN.share("right", "answers"),
+    "binary_precision": COLUMN.share("right_claims", "claims"),
+    "binary_recall": COLUMN.share("right_claims", "changes"),
+    "binary_f1": COLUMN.f1("right_claims", "claims", "changes"),
 }
 METRIC = Metric(
     compute,
     main_score="binary_f1",
     scores=tuple(RESAMPLED),
-    columns={STATISTICS: "list<double>"},
+    columns={COLUMN.name: "list<double>"},
     resampled=RESAMPLED,
     java=False,
     records="questions",

@@ -1,6 +1,6 @@
 """Score whether a statement is judged rightly about all of its pairs, as NLVR2 does (nlvr2/eval/metrics.py).
 
-One statement is made about up to four pairs of a set, about some of which it is true. Consistency is the share of
+A statement is made about up to four pairs of a set and is true of some of them. Consistency is the share of
 statements whose judgements are right about every pair. A judgement is right if it equals the label, in any case and
 without punctuation. The identifier `<split>-<set>-<pair>-<sentence>` of a question names its set and statement.
 

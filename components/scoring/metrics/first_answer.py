@@ -45,7 +45,7 @@ def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> Metr
 
 
 def judge_first_answer(prediction: str, references: Sequence[str]) -> dict[str, PairValue]:
-    """Return the columns of scores.parquet for a question. There are none if its references have neither form."""
+    """Return the columns of scores.parquet for a question. The result is empty if its references have neither form."""
     for form, pattern in ANSWER_OF_FORM.items():
         if references and all(pattern.fullmatch(reference.strip()) for reference in references):
             first_answer = pattern.search(prediction)

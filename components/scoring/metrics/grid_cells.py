@@ -14,44 +14,72 @@ A question whose first reference lacks a list is not scored.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
-
-from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, PairValue, Resampled, Value, divide_sums
-from m3diff.scoring.metrics.sums import f1_of_sums, score_groups_by_sums
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, PairValue, Resampled, Value
+from m3diff.scoring.metrics.sums import StatisticsColumn
 from m3diff.scoring.pairs import EvalPair, Groups
 
 OBJECTS = ("roads", "buildings")
-LIST_OF_OBJECT = {name: re.compile(rf"\b{name[:-1]}s?\b[^\[\]]*\[([^\]]*)\]", re.IGNORECASE) for name in OBJECTS}
+# Between the name of an object and its list, there is no other name: that list would belong to the other object
+TEXT_BEFORE_LIST = r"(?:(?!\b(?:road|building)s?\b)[^\[\]])*"
+LIST_OF_OBJECT = {
+    name: re.compile(rf"\b{name[:-1]}s?\b{TEXT_BEFORE_LIST}\[([^\]]*)\]", re.IGNORECASE) for name in OBJECTS
+}
 CELL = re.compile(r"\b(?:top|center|bottom)-(?:left|center|right)\b", re.IGNORECASE)
-# Numbers of a question in the columns `roads_cells` and `buildings_cells` of scores.parquet
-NUMBERS = ("answers", "common", "predicted", "true", "jaccard", "exact", "unreadable")
 NO_LIST = "no reference has lists of cells for roads and buildings"
+
+
+@dataclass(frozen=True)
+class CellCounts:
+    """The numbers of an answer about one object.
+
+    Attributes:
+        answers: always 1.
+        common: number of cells that both lists have.
+        predicted: number of predicted cells.
+        true: number of true cells.
+        jaccard: Jaccard index of the two lists.
+        exact: 1 if both lists have the same cells.
+        unreadable: 1 for an answer without a list.
+    """
+
+    answers: int
+    common: int
+    predicted: int
+    true: int
+    jaccard: float
+    exact: int
+    unreadable: int
+
+
+COLUMN_OF_OBJECT = {name: StatisticsColumn(f"{name}_cells", CellCounts) for name in OBJECTS}
 
 
 def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score the questions whose first reference has a list of cells for each object."""
     del inputs
-    rows_by_object: dict[str, dict[str, list[float]]] = {name: {} for name in OBJECTS}
-    for pair in pairs:
-        true_cells = {name: read_cells(pair.references[0], name) for name in OBJECTS}
-        if None in true_cells.values():
-            continue
-        for name, cells in true_cells.items():
-            rows_by_object[name][pair.id] = count_cells(read_cells(pair.prediction, name), cells or frozenset())
+    readable_pairs = [pair for pair in pairs if has_lists(pair.references[0])]
     scores: dict[str, dict[str, Value]] = {group: {} for group in groups}
-    values: dict[str, dict[str, PairValue]] = {}
-    for name, rows in rows_by_object.items():
-        for group, group_scores in score_groups_by_sums(groups, rows, RESAMPLED_BY_OBJECT[name], len(NUMBERS)).items():
+    values: dict[str, dict[str, PairValue]] = {pair.id: {} for pair in readable_pairs}
+    for name, column in COLUMN_OF_OBJECT.items():
+        rows = column.rows(readable_pairs, partial(count_cells, name))
+        for group, group_scores in column.score_groups(groups, rows, RESAMPLED_BY_OBJECT[name]).items():
             scores[group].update(group_scores)
-        for pair_id, row in rows.items():
-            values.setdefault(pair_id, {})[f"{name}_cells"] = row
+        for pair_id, pair_values in column.values(rows).items():
+            values[pair_id].update(pair_values)
     return MetricScores(scores, values, {} if values else {METRIC.main_score: NO_LIST})
 
 
+def has_lists(text: str) -> bool:
+    """Return whether a text has a list of cells for each object."""
+    return all(read_cells(text, name) is not None for name in OBJECTS)
+
+
 def read_cells(text: str, name: str) -> frozenset[str] | None:
-    """Return the cells in the first list behind the name of an object. None without a list, or if it has other text.
+    """Return the cells in the list behind the name of an object. None without a list, or if it has other text.
 
     Args:
         name: "roads" or "buildings".
@@ -64,40 +92,32 @@ def read_cells(text: str, name: str) -> frozenset[str] | None:
     return None if has_other_text else cells
 
 
-def count_cells(predicted: frozenset[str] | None, true_cells: frozenset[str]) -> list[float]:
-    """Return the numbers of an answer in the order of NUMBERS.
-
-    Args:
-        predicted: the predicted cells. None for an answer without a list.
-    """
-    cells = predicted or frozenset()
-    common = len(cells & true_cells)
+def count_cells(name: str, pair: EvalPair) -> CellCounts:
+    """Return the numbers of an answer about one object."""
+    true_cells = read_cells(pair.references[0], name) or frozenset()
+    predicted_cells = read_cells(pair.prediction, name)
+    cells = predicted_cells or frozenset()
     either = len(cells | true_cells)
-    return [
-        1.0,
-        float(common),
-        float(len(cells)),
-        float(len(true_cells)),
-        common / either if either else 0.0,
-        float(cells == true_cells),
-        float(predicted is None),
-    ]
+    return CellCounts(
+        answers=1,
+        common=len(cells & true_cells),
+        predicted=len(cells),
+        true=len(true_cells),
+        jaccard=len(cells & true_cells) / either if either else 0.0,
+        exact=int(cells == true_cells),
+        unreadable=int(predicted_cells is None),
+    )
 
 
 def resampled_of_object(name: str) -> Iterator[tuple[str, Resampled]]:
     """Yield each score of an object with how to compute it from the sums of its numbers."""
-    column = f"{name}_cells"
-    yield f"{name}_precision", Resampled(column, share("common", "predicted"))
-    yield f"{name}_recall", Resampled(column, share("common", "true"))
-    yield f"{name}_f1", Resampled(column, f1_of_sums(*map(NUMBERS.index, ("common", "predicted", "true"))))
-    yield f"{name}_jaccard", Resampled(column, share("jaccard", "answers"))
-    yield f"{name}_exact", Resampled(column, share("exact", "answers"))
-    yield f"{name}_unreadable_cells", Resampled(column, share("unreadable", "answers"))
-
-
-def share(part: str, total: str) -> Callable[[np.ndarray], np.ndarray]:
-    """Return how to divide the sum of a number by the sum of another."""
-    return divide_sums(NUMBERS.index(part), NUMBERS.index(total))
+    column = COLUMN_OF_OBJECT[name]
+    yield f"{name}_precision", column.share("common", "predicted")
+    yield f"{name}_recall", column.share("common", "true")
+    yield f"{name}_f1", column.f1("common", "predicted", "true")
+    yield f"{name}_jaccard", column.share("jaccard", "answers")
+    yield f"{name}_exact", column.share("exact", "answers")
+    yield f"{name}_unreadable_cells", column.share("unreadable", "answers")
 
 
 RESAMPLED_BY_OBJECT = {name: dict(resampled_of_object(name)) for name in OBJECTS}
@@ -106,7 +126,7 @@ METRIC = Metric(
     compute,
     main_score="buildings_f1",
     scores=tuple(RESAMPLED),
-    columns={f"{name}_cells": "list<double>" for name in OBJECTS},
+    columns={column.name: "list<double>" for column in COLUMN_OF_OBJECT.values()},
     resampled=RESAMPLED,
     lower_is_better=tuple(f"{name}_unreadable_cells" for name in OBJECTS),
     java=False,

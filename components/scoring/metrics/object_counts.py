@@ -10,16 +10,15 @@ question whose first reference cannot be read is not scored. All tables show the
 """
 
 import re
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, Resampled, divide_sums
+from m3diff.scoring.metrics import Metric, MetricInputs, MetricScores, Resampled
 from m3diff.scoring.metrics.answers import NUMBER_WORDS, read_bare_number
-from m3diff.scoring.metrics.sums import score_groups_by_sums
+from m3diff.scoring.metrics.sums import StatisticsColumn
 from m3diff.scoring.pairs import EvalPair, Groups
 
-STATISTICS = "count_statistics"  # column of scores.parquet that holds `CountErrors`
 NAME_OF_OBJECT = {
     "roads": r"(?:road|lane|street|path)s?",
     "buildings": r"(?:building|house|villa|home|residence)s?",
@@ -39,7 +38,7 @@ NO_COUNT = "no reference names numbers of roads and buildings"
 
 @dataclass(frozen=True)
 class CountErrors:
-    """The errors of an answer. scores.parquet stores them in the order of the fields, and scores use their sums.
+    """The errors of an answer.
 
     Attributes:
         answers: always 1.
@@ -56,20 +55,15 @@ class CountErrors:
     unreadable: float
 
 
-NUMBERS = [field.name for field in fields(CountErrors)]
+COLUMN = StatisticsColumn("count_statistics", CountErrors)
 
 
 def compute(pairs: list[EvalPair], groups: Groups, inputs: MetricInputs) -> MetricScores:
     """Score the questions whose first reference names numbers of roads and buildings."""
     del inputs
-    rows = {}
-    for pair in pairs:
-        errors = count_errors(pair)
-        if errors is not None:
-            rows[pair.id] = [*astuple(errors)]
-    scores = score_groups_by_sums(groups, rows, RESAMPLED, len(NUMBERS))
+    rows = COLUMN.rows(pairs, count_errors)
     absent = {} if rows else {METRIC.main_score: NO_COUNT}
-    return MetricScores(scores, {pair_id: {STATISTICS: row} for pair_id, row in rows.items()}, absent)
+    return MetricScores(COLUMN.score_groups(groups, rows, RESAMPLED), COLUMN.values(rows), absent)
 
 
 def count_errors(pair: EvalPair) -> CountErrors | None:
@@ -116,34 +110,29 @@ def read_number_word(word: str) -> int:
     return 1 if number is None else int(number)
 
 
-def mean_error(name: str) -> Resampled:
-    """Return how to compute the mean of an error from its sum."""
-    return Resampled(STATISTICS, divide_sums(NUMBERS.index(name), NUMBERS.index("answers")))
-
-
 def root_mean_squared_error(name: str) -> Resampled:
     """Return how to compute the root of the mean squared error of an object."""
-    mean_squared_error = mean_error(f"{name}_squared").score
+    mean_squared_error = COLUMN.share(f"{name}_squared", "answers").score
 
     def score(sums: np.ndarray) -> np.ndarray:
         root: np.ndarray = np.sqrt(mean_squared_error(sums))
         return root
 
-    return Resampled(STATISTICS, score)
+    return Resampled(COLUMN.name, score)
 
 
 RESAMPLED = {
-    "roads_mae": mean_error("roads"),
+    "roads_mae": COLUMN.share("roads", "answers"),
     "roads_rmse": root_mean_squared_error("roads"),
-    "buildings_mae": mean_error("buildings"),
+    "buildings_mae": COLUMN.share("buildings", "answers"),
     "buildings_rmse": root_mean_squared_error("buildings"),
-    "unreadable_counts": mean_error("unreadable"),
+    "unreadable_counts": COLUMN.share("unreadable", "answers"),
 }
 METRIC = Metric(
     compute,
     main_score="buildings_mae",
     scores=tuple(RESAMPLED),
-    columns={STATISTICS: "list<double>"},
+    columns={COLUMN.name: "list<double>"},
     resampled=RESAMPLED,
     lower_is_better=tuple(RESAMPLED),
     java=False,

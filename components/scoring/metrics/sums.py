@@ -1,44 +1,81 @@
 """Compute scores of groups of records from statistics that are summed over the records of a group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from m3diff.scoring.metrics import Resampled, Value, divide_sums
-from m3diff.scoring.pairs import Groups
+from m3diff.scoring.metrics import PairValue, Resampled, Value, divide_sums
+from m3diff.scoring.pairs import EvalPair, Groups
+
+Rows = Mapping[str, Sequence[float]]  # id of a record -> its statistics
 
 
-def scores_of_sums(rows: Sequence[Sequence[float]], resampled: Mapping[str, Resampled], size: int) -> dict[str, Value]:
-    """Compute scores from statistics summed over records. The result is None where a score is undefined.
+@dataclass(frozen=True)
+class StatisticsColumn:
+    """A column of scores.parquet with the statistics of a record, in the order of the fields of a dataclass.
 
-    Args:
-        rows: `size` statistics per record. Without records, all sums are 0.
-        resampled: score -> how to compute it from the sums.
-    """
-    sums = np.sum(np.asarray(rows, dtype=np.float64).reshape(-1, size), axis=0)
-    values = {name: float(score.score(sums)) for name, score in resampled.items()}
-    return {name: None if np.isnan(value) else value for name, value in values.items()}
-
-
-def score_groups_by_sums(
-    groups: Groups, rows_by_id: Mapping[str, Sequence[float]], resampled: Mapping[str, Resampled], size: int
-) -> dict[str, dict[str, Value]]:
-    """Return the scores of each group; see `scores_of_sums`. Records without statistics do not count."""
-    return {
-        group: scores_of_sums([rows_by_id[pair_id] for pair_id in ids if pair_id in rows_by_id], resampled, size)
-        for group, ids in groups.items()
-    }
-
-
-def f1_of_sums(common: int, predicted: int, true: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Return a function that computes F1 from three sums. The result is NaN if nothing is predicted or true.
-
-    Args:
-        common, predicted, true: indices of the sums of predictions that are right, of predictions, and of true values.
+    Attributes:
+        name: name of the column.
+        statistics: the dataclass. Its fields are numbers, and are summed over records.
     """
 
-    def f1(sums: np.ndarray) -> np.ndarray:
-        fractions = np.stack([2 * sums[..., common], sums[..., predicted] + sums[..., true]], axis=-1)
-        return divide_sums(0, 1)(fractions)
+    name: str
+    statistics: type[Any]
 
-    return f1
+    @property
+    def fields(self) -> list[str]:
+        """Names of the statistics."""
+        return [field.name for field in fields(self.statistics)]
+
+    def rows(self, pairs: Iterable[EvalPair], count: Callable[[EvalPair], Any]) -> dict[str, list[float]]:
+        """Return the statistics by record, without the records for which `count` returns None."""
+        rows = {}
+        for pair in pairs:
+            statistics = count(pair)
+            if statistics is not None:
+                rows[pair.id] = [float(number) for number in astuple(statistics)]
+        return rows
+
+    def values(self, rows: Rows) -> dict[str, dict[str, PairValue]]:
+        """Return the column's values as `MetricScores.pairs` has them."""
+        return {pair_id: {self.name: [*row]} for pair_id, row in rows.items()}
+
+    def score_groups(
+        self, groups: Groups, rows: Rows, resampled: Mapping[str, Resampled]
+    ) -> dict[str, dict[str, Value]]:
+        """Return the scores of each group. Records without statistics do not count.
+
+        Args:
+            resampled: score -> how to compute it from the sums.
+        """
+        return {
+            group: self.score([rows[pair_id] for pair_id in ids if pair_id in rows], resampled)
+            for group, ids in groups.items()
+        }
+
+    def score(self, rows: Sequence[Sequence[float]], resampled: Mapping[str, Resampled]) -> dict[str, Value]:
+        """Compute scores of the statistics of some records. An undefined score is None."""
+        sums = np.sum(np.asarray(rows, dtype=np.float64).reshape(-1, len(self.fields)), axis=0)
+        values = {name: float(score.score(sums)) for name, score in resampled.items()}
+        return {name: None if np.isnan(value) else value for name, value in values.items()}
+
+    def share(self, part: str, total: str) -> Resampled:
+        """Return how to divide the sum of a statistic by the sum of another."""
+        return Resampled(self.name, divide_sums(self.fields.index(part), self.fields.index(total)))
+
+    def f1(self, common: str, predicted: str, true: str) -> Resampled:
+        """Return how to compute F1. It is NaN if nothing is predicted and nothing is true.
+
+        Args:
+            common, predicted, true: the statistics with the numbers of predictions that are right, of predictions, and
+                of true values.
+        """
+        columns = [self.fields.index(name) for name in (common, predicted, true)]
+
+        def score(sums: np.ndarray) -> np.ndarray:
+            right, claims, truths = np.moveaxis(sums[..., columns], -1, 0)
+            return divide_sums(0, 1)(np.stack([2 * right, claims + truths], axis=-1))
+
+        return Resampled(self.name, score)

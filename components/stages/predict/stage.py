@@ -495,10 +495,16 @@ def prepare_images(
 
     Meanwhile, threads prepare the image sets of the next PREPARED_BATCHES batches, unless all prepared images together
     take MAX_PREPARED_BYTES.
+
+    Raises:
+        DataError: an image is unreadable or has changed since ingest, or the model cannot process it.
     """
 
     def load_and_prepare(item: PredictionItem) -> "Prepared":
-        return processor.prepare(load_image(*image) for image in item.images)
+        try:
+            return processor.prepare(load_image(*image) for image in item.images)
+        except ValueFault as error:
+            raise DataError("predict.unusable_images", name=item.id, cause=error.fault) from error
 
     largest_batch = max(len(batch.items) for batch in batches)
     queue = ImageQueue(

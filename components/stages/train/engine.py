@@ -7,7 +7,7 @@ DeepSpeed chooses its accelerator when it is imported, so call `job.choose_accel
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from m3diff.models.contract import PackedBatch, Packing, Processor
 from m3diff.models.device import Device
-from m3diff.models.fused import require_fused_attention
-from m3diff.models.tuning import TrainableGroup
+from m3diff.models.family import Family
+from m3diff.models.tuning import TrainableGroup, unwrap_model
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.params import Train
 
@@ -118,6 +119,7 @@ def take_step(
     device: Device,
     rates: Sequence[float],
     ranks: int,
+    before_update: Callable[[], None] | None = None,
 ) -> tuple[float, float]:
     """Take one optimizer step and return the mean loss per supervised token and the gradient norm.
 
@@ -126,6 +128,7 @@ def take_step(
         packing: packing of the model's family, which made the micro-batches.
         rates: learning rates of the optimizer's groups, in the optimizer's order.
         ranks: number of workers.
+        before_update: function that is called on every worker when the gradient of the step is complete.
     """
     for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -141,8 +144,10 @@ def take_step(
         engine.backward(loss * (ranks * len(micro_batches)) / float(tokens))
         if number < len(micro_batches):
             engine.step()
-        else:
-            grad_norm = apply_step(engine)
+            continue
+        if before_update is not None:
+            before_update()
+        grad_norm = apply_step(engine)
     return float(sum_over_ranks(loss_sum.cpu(), ranks) / tokens), grad_norm
 
 
@@ -162,13 +167,27 @@ def apply_step(engine: DeepSpeedEngine) -> float:
     return grad_norm
 
 
+def gradient_norms(engine: DeepSpeedEngine, family: Family) -> dict[str, float]:
+    """Return the norm of the gradient of each part that is trained. Call this on every worker before `apply_step`."""
+    squares: dict[str, float] = {}
+    for name, parameter in unwrap_model(engine.module).named_parameters():
+        if not parameter.requires_grad:
+            continue
+        part = family.part_of(name)
+        gradient = parameter.grad
+        if not isinstance(engine.optimizer, torch.optim.Optimizer):
+            gradient = safe_get_full_grad(parameter)  # gathers what ZeRO partitions among the workers
+        square = 0.0 if gradient is None else float(gradient.double().square().sum())
+        squares[part] = squares.get(part, 0.0) + square
+    return {part: math.sqrt(square) for part, square in squares.items()}
+
+
 def token_loss(model: nn.Module, batch: PackedBatch, packing: Packing, processor: Processor, device: Device) -> Tensor:
     """Return the weighted cross-entropy of a micro-batch, summed over its supervised tokens.
 
     The micro-batch is copied to the device here. Logits are computed only for the supervised tokens.
     """
-    with require_fused_attention():
-        logits = packing.logits(model, batch, processor, device)
+    logits = packing.logits(model, batch, processor, device)
     losses = nn.functional.cross_entropy(logits.float(), device.move(batch.labels), reduction="none")
     return (losses * device.move(batch.weights)).sum()
 

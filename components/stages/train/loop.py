@@ -19,8 +19,7 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import save_checkpoint
-from m3diff.models.conformity import check_family
-from m3diff.models.contract import PackedBatch, Processor
+from m3diff.models.contract import PackedBatch, Processor, ScalesImages
 from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from m3diff.models.fused import choose_attention, register_kernels
@@ -33,6 +32,7 @@ from m3diff.records.schemas import RETENTION
 from m3diff.settings.compute import Compute, gpu_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import batches, engine, state
+from m3diff.stages.train.image_figures import measure_images
 from m3diff.stages.train.job import (
     CURVES_FILE,
     STOP_FILE,
@@ -43,6 +43,7 @@ from m3diff.stages.train.job import (
     name_full_disk,
     require_newest_attempt,
 )
+from m3diff.stages.train.packing_check import compare_with_separate_passes
 from m3diff.stages.train.params import Train
 from m3diff.stages.train.sample_checks import check_samples
 from m3diff.stages.train.validation import Validation
@@ -55,6 +56,16 @@ USAGE_FILE = "hours.json"
 # Maximum number of sequences whose tokens are counted before the run. The tokens of an epoch are estimated from the
 # mean of these sequences.
 COUNTED_SEQUENCES = 2048
+
+# The same number if the images of each sequence must be prepared, because its tokens depend on them. Their images are
+# also measured for the log.
+COUNTED_SEQUENCES_WITH_IMAGES = 64
+
+# Number of sequences on which the packing is compared with separate passes
+CHECKED_SEQUENCES = 2
+
+# Number of images that a sample must have so that a part gets a gradient; 1 for other parts
+IMAGES_FOR_GRADIENT = {"module": PAIR, "llm": 0}
 
 # Updates smaller than this share of a bf16 feature do not change the feature: it is half the relative distance between
 # neighbouring bf16 numbers. The updates of a trained module are far larger. In the embedded run, the ratio is 0.5 at
@@ -132,8 +143,9 @@ def prepare_model(
         raise ParamsError(
             "train.base_does_not_fit", key=f"models.{cfg.model}", base=cfg.base, cause=cause_of(error)
         ) from error
-    processor = family.load_processor(folder, model.config)
-    check_family(settings.family, model, processor)
+    # weights of a previous phase were saved with the processor of the run
+    processor = family.load_processor(folder, model.config, None if weights else settings)
+    family.check(settings.family, model, processor)
     return adapted_model.train(), processor
 
 
@@ -153,7 +165,6 @@ class Training:
         model, self.processor = prepare_model(cfg, job.model, compute, self.family, job.weights)
         self.groups = trainable_groups(model, self.family, job.model)
         self.parameters = parameter_counts(model, self.family)
-        self.engine = engine.build_engine(cfg, compute, model.to(self.device.torch), self.groups)
 
         training_samples = batches.read_training_samples(job.mixture, job.datasets)
         validation_samples = batches.read_samples(job.mixture / "val", job.datasets)
@@ -168,7 +179,9 @@ class Training:
         )
         samples_by_split = {"train": training_samples, "val": validation_samples}
         for split, samples in samples_by_split.items():
-            check_samples(samples, split, job.model.family, self.family.takes, self.processor, cfg.max_tokens)
+            check_samples(
+                samples, split, job.model.family, self.family.takes, self.processor, cfg.max_tokens, cfg.model
+            )
         # Otherwise, predict would refuse these samples after the training
         for split in ("test", RETENTION):
             samples = batches.read_samples(job.mixture / split)
@@ -182,11 +195,26 @@ class Training:
             training_samples, self.processor, self.packing, compute.cpus_per_worker, self.device, augment=augment
         )
 
+        if self.family.checks_packing:
+            self.check_packing(model.to(self.device.torch))
+        self.engine = engine.build_engine(cfg, compute, model.to(self.device.torch), self.groups)
         contribution = self.family.contribution
         self.module_columns = contribution.names(job.model) if contribution else ()
         self.curve = state.Curve(self._curve_columns())
         self.rates: dict[str, float] = {}
         self.usage = Usage.read(job.run_dir / USAGE_FILE)
+
+    def check_packing(self, model: Any) -> None:
+        """Compare the packing with separate passes on the first sequences, before the weights are partitioned.
+
+        Raises:
+            ParamsError: loss or gradients differ by more than rounding.
+        """
+        sequences = self.schedule.epoch(0)[:CHECKED_SEQUENCES]
+        read = self.loader.read([(sequence, 1) for sequence in sequences])
+        comparison = compare_with_separate_passes(model, read, self.packing, self.processor, self.family, self.device)
+        self.worker.print_once(str(comparison))
+        comparison.check(is_binding=not self.device.gpu)
 
     def _curve_columns(self) -> list[str]:
         columns = ["step", "epoch", "loss"]
@@ -202,6 +230,7 @@ class Training:
         """
         schedule = self.schedule
         lengths = self.measure_lengths()
+        self.print_image_figures()
         flops_per_step = self.count_flops_per_step(lengths)
         self.print_size(lengths, flops_per_step)
         steps_before = self.resume()
@@ -249,10 +278,14 @@ class Training:
         }
 
     def measure_lengths(self) -> list[MeanLengths]:
-        """Return the mean lengths of the first COUNTED_SEQUENCES sequences of the first epoch, by number of images."""
+        """Return the mean lengths of the first sequences of the first epoch, by number of images.
+
+        These are COUNTED_SEQUENCES, or COUNTED_SEQUENCES_WITH_IMAGES if their lengths depend on their images.
+        """
         counts_by_images: dict[int, list[tuple[int, int]]] = {}  # tokens and supervised tokens of each row
         sequences_by_images: Counter[int] = Counter()
-        sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES]
+        limit = COUNTED_SEQUENCES if self.family.takes.fixed_marks else COUNTED_SEQUENCES_WITH_IMAGES
+        sequences = self.schedule.epoch(0)[:limit]
         for sequence in sequences:
             images = len(self.schedule.samples.images_of(sequence))
             sequences_by_images[images] += 1
@@ -276,14 +309,28 @@ class Training:
             )
         return lengths
 
+    def print_image_figures(self) -> None:
+        """Print the image tokens of the first sequences, and how often their images are scaled down, if known."""
+        if self.worker.rank or not isinstance(self.processor, ScalesImages):
+            return
+        sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES_WITH_IMAGES]
+        figures = measure_images(self.schedule.samples, sequences, self.processor)
+        if figures is not None:
+            self.worker.print_once(str(figures))
+
     def _marks_of_sequence(self, sequence: batches.SampleRows) -> tuple[str, ...]:
         """Return the marks of the images of a sequence. The images are prepared only if the marks depend on them."""
         if self.family.takes.fixed_marks:
             return self.processor.marks(len(self.schedule.samples.images_of(sequence)))
         return self.loader.prepare_images(sequence, None).marks
 
-    def count_flops_per_step(self, lengths: list[MeanLengths]) -> float:
-        """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths."""
+    def count_flops_per_step(self, lengths: list[MeanLengths]) -> float | None:
+        """Return the FLOPs of an optimizer step over a global batch of sequences with these lengths.
+
+        None if the family cannot count them.
+        """
+        if self.family.count_flops is None:
+            return None
         model = meta_model(unwrap_model(self.engine.module).config, self.family, self.job.model)
         flops_per_sequence = 0.0
         for length in lengths:
@@ -291,7 +338,7 @@ class Training:
             flops_per_sequence += length.share * length.rows * sum(term.total for term in terms)
         return self.schedule.global_batch * flops_per_sequence
 
-    def print_size(self, lengths: list[MeanLengths], flops_per_step: float) -> None:
+    def print_size(self, lengths: list[MeanLengths], flops_per_step: float | None) -> None:
         """Print the number of sequences, tokens, steps, parameters and FLOPs of the run."""
         schedule = self.schedule
         sequences = len(schedule.epoch(0))
@@ -305,7 +352,7 @@ class Training:
         couples = schedule.samples.couples_per_epoch
         coupled = f" and {format_count(couples, 'couple')} of single images" if couples else ""
         trained_parts = ", ".join(f"{part} {counts[part]:,}" for part in self.family.parts if counts.get(part))
-        lines = (
+        lines = [
             f"{format_count(schedule.global_batch, 'sequence')} per step = micro-batches of {schedule.micro_batch} x "
             f"{format_count(accumulation_steps, 'accumulation step')} x {format_count(schedule.ranks, 'worker')}",
             f"{format_count(len(schedule.samples.image_sets()), image_set)} with "
@@ -316,8 +363,9 @@ class Training:
             f"{format_count(schedule.epochs, 'epoch')} x {format_count(schedule.steps_per_epoch, 'step')} per epoch = "
             f"{format_count(schedule.steps, 'step')}",
             f"{counts['trainable']:,} trained parameters ({trained_parts}), {counts['frozen']:,} frozen parameters",
-            f"{flops_per_step / 1e12:.3g} TFLOP per step",
-        )
+        ]
+        if flops_per_step is not None:
+            lines.append(f"{flops_per_step / 1e12:.3g} TFLOP per step")
         for line in lines:
             self.worker.print_once(line)
 
@@ -372,7 +420,14 @@ class Training:
             recording = contribution.record(unwrap_model(self.engine.module))
         with recording as module_sums:
             loss, grad_norm = engine.take_step(
-                self.engine, micro_batches, self.packing, self.processor, self.device, rates, self.worker.ranks
+                self.engine,
+                micro_batches,
+                self.packing,
+                self.processor,
+                self.device,
+                rates,
+                self.worker.ranks,
+                before_update=None if step else self.check_gradients,
             )
         self._require_finite(step, loss, grad_norm)
 
@@ -391,6 +446,24 @@ class Training:
         self.curve.add(row)
         self.usage.captions += sum(map(batches.count_samples, schedule.global_sequences(step)))
 
+    def check_gradients(self) -> None:
+        """Print the gradient norm of each part in the first step, and check that each trained part has a gradient.
+
+        Raises:
+            ParamsError: a part that is trained has no gradient, although the step shows it images.
+        """
+        norms = engine.gradient_norms(self.engine, self.family)
+        texts = [f"{part} {norms[part]:.3g}" for part in self.family.parts if part in norms]
+        self.worker.print_once(f"gradient norms in the first step: {', '.join(texts)}")
+        samples = self.schedule.samples
+        images = max(len(samples.images_of(sequence)) for sequence in self.schedule.global_sequences(0))
+        for part, norm in norms.items():
+            needed_images = IMAGES_FOR_GRADIENT.get(part, 1)
+            if norm == 0 and images >= needed_images:
+                raise ParamsError(
+                    "train.part_without_gradient", key=f"models.{self.job.cfg.model}.rates.{part}", part=part
+                )
+
     def _rates_by_column(self, rates: list[float]) -> dict[str, float]:
         """Return the learning rate of each trained part of the model by its column in the curves (`lr_<part>`)."""
         rate_by_part: dict[str, float] = {}
@@ -408,7 +481,7 @@ class Training:
         """Return whether to print a progress line: every LOG_EVERY_STEPS steps and after the last step."""
         return steps_done % LOG_EVERY_STEPS == 0 or steps_done == self.schedule.steps
 
-    def print_progress(self, steps_done: int, seconds_per_step: float, flops_per_step: float) -> None:
+    def print_progress(self, steps_done: int, seconds_per_step: float, flops_per_step: float | None) -> None:
         """Print a progress line if `needs_progress_line` is true for this step.
 
         An example is `step 20/1810 (1.1%) loss 1.2345 grad_norm 2.1000 module_update_ratio 0.21 lr_vision 4.00e-05 85
@@ -431,7 +504,7 @@ class Training:
         fields.append(f"{captions_per_step / seconds_per_step:.0f} captions/s")
         device_name = torch.cuda.get_device_name() if self.job.compute.gpu else ""
         peak = peak_flops(device_name, self.job.cfg.precision)
-        if peak:
+        if peak and flops_per_step is not None:
             fields.append(f"MFU {flops_per_step / seconds_per_step / (peak * self.worker.ranks):.0%}")
         seconds_left = round((steps - steps_done) * seconds_per_step)
         fields.append(f"ETA {timedelta(seconds=seconds_left)}")
@@ -540,7 +613,7 @@ class Training:
                     self.curve.write(job.out / CURVES_FILE)
         return self.schedule.steps if folder is None else state.step_of(folder)
 
-    def report_figures(self, exported_step: int, flops_per_step: float) -> dict[str, Any]:
+    def report_figures(self, exported_step: int, flops_per_step: float | None) -> dict[str, Any]:
         """Return the fields of `TrainReport` that the loop computes, and the speed over all attempts of the run."""
         usage = self.usage
         steps = self.schedule.steps
@@ -573,7 +646,7 @@ class Training:
             "devices": self.worker.ranks,
             "device_hours": usage.device_seconds / 3600,
             # captions that are trained on again after a resume count again, because their seconds count again too
-            "flops": flops_per_step * steps * usage.captions / captions,
+            "flops": None if flops_per_step is None else flops_per_step * steps * usage.captions / captions,
             "model_parameters": counts["trainable"] + counts["frozen"],
         }
 

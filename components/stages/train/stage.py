@@ -315,7 +315,9 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     figures = run_with_retries(run_attempt, fine_tuning_job)
     with name_full_disk(job.out):
         join_curves(alignment_job.out / CURVES_FILE, job.out / CURVES_FILE)
-    totals = {name: figures[name] + alignment_figures[name] for name in ("seconds", "device_hours", "flops")}
+    totals = {name: figures[name] + alignment_figures[name] for name in ("seconds", "device_hours")}
+    if figures["flops"] is not None:
+        totals["flops"] = figures["flops"] + alignment_figures["flops"]
     return figures | totals, alignment_figures
 
 

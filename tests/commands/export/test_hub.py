@@ -586,7 +586,7 @@ def test_a_model_of_data_under_apache_2_alone_has_that_licence(change, licence):
     spec = DATASETS["minichange"]
     spec = replace(spec, licence=replace(spec.licence, **change))
     dataset = MixtureDataset(name="mini", spec=spec, pairs={"train": 1}, samples={"train": 1})
-    front = yaml.safe_load(front_matter("base", SHARED["m3diff"], [dataset]))
+    front = yaml.safe_load(front_matter("base", SHARED["m3diff"], [dataset], "m3diff"))
     assert front["license"] == licence
 
 

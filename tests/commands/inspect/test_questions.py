@@ -139,7 +139,7 @@ def test_statistics_count_image_sets_and_questions(tmp_path):
     assert json.loads((tmp_path / "statistics.json").read_text())["d"]["questions"] == 2
 
 
-def test_several_questions_about_a_pair_are_counted_as_one_pair_beside_the_published_number(tmp_path):
+def test_questions_about_a_pair_count_as_one_pair_beside_the_published_number(tmp_path):
     _, output = check_folder(write_rsrcc(tmp_path))
     lines = [line.split() for line in output.split("\n")]
     assert ["train", "1", "2", "6,417", "87,016", "differs"] in lines

@@ -72,7 +72,7 @@ ALIGN = Align(("b",), epochs=3.0, global_batch=2, rates={"vision": None, "projec
 
 
 def image_tokens_of(images: int) -> int:
-    """Return the number of image tokens: those of a pair, or half of them for a single image."""
+    """Return the number of image tokens. A single image has half of the tokens of a pair."""
     return IMAGE_TOKENS * images // 2
 
 

@@ -35,7 +35,7 @@ def read_metrics(out: Path) -> dict[str, Any]:
     return json.loads((out / "metrics.json").read_text())["protocols"][PROTOCOL]
 
 
-def test_without_optional_inputs_and_with_a_hanging_meteor_scores_are_null_with_a_reason(tmp_path, monkeypatch):
+def test_without_optional_inputs_or_with_a_hanging_meteor_scores_are_null(tmp_path, monkeypatch):
     folders = bench.write(tmp_path)
     bench.small_table(tmp_path / "table", monkeypatch)
     bench.fake_java(tmp_path / "bin", monkeypatch, "meteor", "exec sleep 1000")

@@ -486,7 +486,7 @@ class Recorder(Captioner):
 
     def __init__(self, trained_on: TrainedOn | None = None, takes: Takes | None = None) -> None:
         self.batches: list[list[str]] = []
-        self.family: Any = SimpleNamespace(takes=takes or Takes())
+        self.family: Any = SimpleNamespace(takes=takes or Takes(), maps=None)
         self.trained_on = trained_on or TrainedOn("What changed?")
         self.question = "What changed?"
         self.processor: Any = SimpleNamespace(
@@ -536,7 +536,7 @@ def test_rows_of_different_samples_are_answered_apart(tmp_path):
     turn = {"question": "Is it red?", "answer": "Yes."}
     rows = [
         {"images": images[:2], "question": "Why?", "history": []},
-        # its prompt has as many tokens as those of the pairs
+        # its prompt is as long as the prompts of the pairs
         {"images": images[2:], "question": "Where", "history": None},
         {"images": images[1:], "question": "Why?", "history": [turn]},
         {"images": [], "question": "Who?", "history": []},

@@ -76,7 +76,7 @@ def samples(pairs: int = 7) -> Samples:
 
 
 def samples_of_questions(*questions: str, images: int = 2, earlier_turns: int = 0) -> Samples:
-    """Return samples with these questions, each about so many images and after so many turns."""
+    """Return samples with these questions, each with a number of images and of earlier turns."""
     rows = []
     for question in questions:
         row: dict[str, Any] = dict.fromkeys(("record", "image_set", "dataset", "answer"), "")

@@ -66,7 +66,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples_of(singles: dict[str, int], pairs: int = 0, captions: int = 1) -> Samples:
-    """Return samples of single images by dataset, each with as many captions, followed by pairs without couples."""
+    """Return samples of single images, each with some captions, and then of pairs, which are not coupled.
+
+    Args:
+        singles: number of single images by dataset.
+        pairs: number of pairs.
+        captions: number of captions of each single image.
+    """
     rows: list[dict[str, Any]] = []
     for dataset, count in singles.items():
         for number in range(count):

@@ -216,8 +216,8 @@ def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(st
     original = engine.take_step
     losses = []
 
-    def take_step(*arguments: Any) -> tuple[float, float]:
-        loss, norm = original(*arguments)
+    def take_step(*arguments: Any, **options: Any) -> tuple[float, float]:
+        loss, norm = original(*arguments, **options)
         losses.append(loss)
         return loss, float("nan") if len(losses) == step else norm
 

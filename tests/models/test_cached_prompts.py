@@ -1,0 +1,220 @@
+"""The packing by the model's own cache: loss and gradients equal those of separate passes on every tiny base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.utils import is_num2words_available
+
+from m3diff.models import FAMILIES, cached_prompts
+from m3diff.models.cached_prompts import (
+    CachedPrompts,
+    Unit,
+    UnitKind,
+    make_units,
+    positions_of,
+    read_unit,
+    repeat_cache,
+)
+from m3diff.models.contract import TrainingSequence
+from m3diff.models.device import Device
+from m3diff.records.sample import Turn
+from m3diff.stages.train.packing_check import PackingComparison, compare_with_separate_passes
+from tests.auto_cases import InDouble, adapted_model, load_processor, training_sequence
+from tests.tiny_vlm import BASES, minichange_pairs, tiny_vlm
+
+CPU = Device(gpu=False, precision="fp32")
+SHORT = "nothing"
+LONG = "a green ball that was to the left of the cube is gone now"
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes a tiny base once and returns its folder."""
+    folders: dict[str, Path] = {}
+
+    def write(base: str) -> Path:
+        if base not in folders:
+            folders[base] = tiny_vlm(base, tmp_path_factory.mktemp(base))
+        return folders[base]
+
+    return write
+
+
+def sequences_of(processor: Any, double: bool = True) -> dict[str, list[TrainingSequence]]:
+    """Return micro-batches with all that a sequence may have.
+
+    Args:
+        double: whether the images are in fp64.
+    """
+    pairs = [pair.images for pair in minichange_pairs()]
+    questions = ("What changed?", "Is it blue now?", "What colour was the cube in the first image?")
+
+    def sequence(images: Any, *dialogues: list[Turn]) -> TrainingSequence:
+        return training_sequence(processor, images, dialogues, double)
+
+    def one_turn(question: str, answer: str) -> list[Turn]:
+        return [Turn(question, answer)]
+
+    batches = {
+        "references of unequal length": [
+            sequence(pairs[1], one_turn(questions[0], SHORT), one_turn(questions[0], LONG))
+        ],
+        "different questions": [sequence(pairs[1], *(one_turn(question, LONG) for question in questions))],
+        "one reference": [sequence(pairs[1], one_turn(questions[0], LONG))],
+        "a dialogue": [
+            sequence(pairs[0], one_turn(questions[0], SHORT), [Turn(questions[0], LONG), Turn("and the ball?", SHORT)])
+        ],
+        "one image": [sequence(pairs[2][:1], one_turn("What is it?", SHORT), one_turn("Which colour?", LONG))],
+        "text only": [sequence([], one_turn("Say red.", "red"), one_turn("Say red and blue.", "red and blue"))],
+        "a shared prefix of few tokens": [sequence([], one_turn("a", "red"), one_turn("bcd", "blue"))],
+    }
+    if processor.places_images:
+        marked = "What is in <image> and not in <image>?"
+        batches["images within the question"] = [sequence(pairs[3], one_turn(marked, LONG), one_turn(marked, SHORT))]
+        batches["images that come later"] = [
+            sequence(pairs[3], [Turn("hello", SHORT), Turn(marked, LONG)], one_turn(marked, SHORT))
+        ]
+    batches["images of two sizes"] = [
+        sequence(pairs[0], one_turn(questions[0], SHORT), one_turn(questions[0], LONG)),
+        sequence(pairs[1], one_turn(questions[2], LONG)),
+        sequence(pairs[2], one_turn(questions[2], LONG), one_turn(questions[1], SHORT)),
+    ]
+    batches["all at once"] = [sequence for batch in batches.values() for sequence in batch]
+    return batches
+
+
+def compare(base: str, folder: Path, name: str | None = None) -> dict[str, PackingComparison]:
+    """Compare packed with separate passes in fp64 for all micro-batches, or for the one with this name."""
+    processor = load_processor(base, folder)
+    model = adapted_model(base, folder).double()
+    comparisons = {}
+    with InDouble():
+        for batch_name, sequences in sequences_of(processor).items():
+            if name in (None, batch_name):
+                comparisons[batch_name] = compare_with_separate_passes(
+                    model, sequences, CachedPrompts(), processor, FAMILIES["auto"], CPU
+                )
+    return comparisons
+
+
+def require_exact(comparisons: dict[str, PackingComparison]) -> None:
+    """Check that only rounding in fp64 distinguishes packed from separate passes."""
+    for name, comparison in comparisons.items():
+        assert comparison.packing.loss < 1e-10, name
+        for part, difference in comparison.packing.gradients.items():
+            assert difference < 1e-8, (name, part)
+
+
+@pytest.mark.parametrize(("base", "batch"), [("qwen3_vl", "all at once"), ("qwen3_5", "a dialogue")])
+def test_packed_sequences_have_the_loss_and_gradients_of_separate_ones(
+    base: str, batch: str, base_folder: Callable[[str], Path]
+) -> None:
+    """qwen3_vl numbers tokens in three dimensions, and qwen3_5 has convolutions and linear attention."""
+    require_exact(compare(base, base_folder(base), batch))
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("base", BASES)
+def test_packing_is_exact_on_every_base(
+    base: str, base_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_num2words_available():  # names the frames of videos
+        monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    require_exact(compare(base, base_folder(base)))
+
+
+def test_a_prompt_is_read_once_for_all_its_references(base_folder: Callable[[str], Path]) -> None:
+    processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
+    sequences = sequences_of(processor)["references of unequal length"]
+    (unit,) = make_units(sequences, processor)
+    prompt = processor.encode_prompt((Turn("What changed?"),), sequences[0].prepared.marks)
+    assert unit.prefix_ids.tolist() == [list(prompt[:-1])]
+    assert [row[0] for row in unit.branch_ids.tolist()] == [prompt[-1]] * 2
+    assert unit.labels.tolist() == [*processor.encode_answer(SHORT), *processor.encode_answer(LONG)]
+
+
+def test_sequences_with_images_of_one_size_are_read_together(base_folder: Callable[[str], Path]) -> None:
+    processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
+    units = make_units(sequences_of(processor)["images of two sizes"], processor)
+    assert sorted(len(unit.prefix_ids) for unit in units) == [1, 2]
+
+
+def test_a_branch_whose_images_come_later_is_read_alone(base_folder: Callable[[str], Path]) -> None:
+    processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
+    units = make_units(sequences_of(processor)["images that come later"], processor)
+    assert [unit.kind for unit in units] == [UnitKind.BRANCH_ALONE] * 3
+
+
+def test_text_alone_gives_the_vision_encoder_a_gradient_of_zero(base_folder: Callable[[str], Path]) -> None:
+    processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
+    model = adapted_model("qwen3_vl", base_folder("qwen3_vl"))
+    batch = CachedPrompts().batch(sequences_of(processor)["text only"], processor, CPU)
+    logits = CachedPrompts().logits(model, batch, processor, CPU)
+    torch.nn.functional.cross_entropy(logits, batch.labels).backward()
+    gradients = [
+        parameter.grad for name, parameter in model.named_parameters() if ".visual." in name and parameter.requires_grad
+    ]
+    assert gradients
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def skip_reorder(cache: Any, rows: torch.Tensor) -> None:
+    """Leave the cache as it is."""
+
+
+def take_other_rows(cache: Any, rows: torch.Tensor) -> None:
+    """Let each branch continue from the prefix of another sequence."""
+    repeat_cache(cache, rows.roll(1))
+
+
+def overwrite_states(cache: Any, rows: torch.Tensor) -> None:
+    """Repeat the cache, but let transformers overwrite the states of linear attention in place."""
+    repeat_cache(cache, rows)
+    for layer in cache.layers:
+        vars(layer).pop("update_recurrent_state", None)
+
+
+def shift_positions(model: Any, unit: Unit, processor: Any, device: Device) -> tuple[Any, Any]:
+    """Number the tokens of branches one too high."""
+    prefix, branches = positions_of(model, unit, processor, device)
+    return prefix, {name: positions + 1 for name, positions in branches.items()}
+
+
+def drop_last_token(model: Any, unit: Unit, processor: Any, device: Device) -> torch.Tensor:
+    """Read a prefix without its last token."""
+    types = {name: (prefix[:, :-1], branch) for name, (prefix, branch) in unit.token_types.items()}
+    return read_unit(model, replace(unit, prefix_ids=unit.prefix_ids[:, :-1], token_types=types), processor, device)
+
+
+FAULTS = {
+    "cache not repeated": ("repeat_cache", skip_reorder, "qwen3_vl", "different questions"),
+    "wrong row": ("repeat_cache", take_other_rows, "qwen3_vl", "images of two sizes"),
+    "state overwritten": ("repeat_cache", overwrite_states, "qwen3_5", "one reference"),
+    "position off by one": ("positions_of", shift_positions, "qwen3_vl", "one reference"),
+    "last prompt token lost": ("read_unit", drop_last_token, "qwen3_vl", "one reference"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_exceeds_the_limits_of_the_check_before_a_run(
+    fault: str, base_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, faulty_function, base, batch = FAULTS[fault]
+    processor = load_processor(base, base_folder(base))
+    model = adapted_model(base, base_folder(base), random_adapters=False)
+    sequences = sequences_of(processor, double=False)[batch]
+    arguments = (model, sequences, CachedPrompts(), processor, FAMILIES["auto"], CPU)
+    assert not compare_with_separate_passes(*arguments).excesses()
+    monkeypatch.setattr(cached_prompts, name, faulty_function)
+    try:
+        excesses = compare_with_separate_passes(*arguments).excesses()
+    except RuntimeError:  # of torch, about shapes or about a state that was changed in place
+        return
+    assert excesses
