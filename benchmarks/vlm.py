@@ -57,7 +57,7 @@ def loss_of(model: Any, processor: Any, batch: CachedBatch) -> torch.Tensor:
 def rows_of(sequence: TrainingSequence, processor: Any) -> CachedBatch:
     """Return a micro-batch in which each branch is a row with its own copy of the images."""
     rows = [sequence._replace(branches=[branch]) for branch in sequence.branches]
-    unit = make_unit(UnitKind.BRANCH_ALONE, rows, 0, processor)
+    unit = make_unit(UnitKind.BRANCHES_WITH_IMAGES, rows, 0, processor)
     return CachedBatch([unit], unit.labels, unit.weights)
 
 
