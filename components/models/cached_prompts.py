@@ -44,7 +44,7 @@ class UnitKind(IntEnum):
     BRANCHES = 3
 
     @classmethod
-    def of(cls, has_images: bool, is_shared: bool) -> UnitKind:
+    def choose(cls, has_images: bool, is_shared: bool) -> UnitKind:
         """Return the kind of sequences with or without images, and with or without a shared prompt."""
         if is_shared:
             return cls.PROMPTS_WITH_IMAGES if has_images else cls.PROMPTS
@@ -161,7 +161,7 @@ class CachedPrompts:
         self, model: Any, sequence: TrainingSequence, processor: Any, device: Device
     ) -> tuple[Tensor, Tensor]:
         """Return logits and labels of the supervised tokens of a sequence with one branch, read without a cache."""
-        kind = UnitKind.of(bool(sequence.prepared.marks), is_shared=False)
+        kind = UnitKind.choose(bool(sequence.prepared.marks), is_shared=False)
         unit = make_unit(kind, [sequence], 0, processor)
         logits = read_unit(model, unit, processor, device)
         return logits[device.move(unit.supervised[:, -logits.shape[1] :])], unit.labels
@@ -176,10 +176,10 @@ def make_units(sequences: Iterable[TrainingSequence], processor: Any) -> list[Un
         length = shared_length(sequence.branches)
         has_images = bool(sequence.prepared.marks)
         if len(sequence.branches) > 1 and length and max(ends) <= length:
-            kind = UnitKind.of(has_images, is_shared=True)
+            kind = UnitKind.choose(has_images, is_shared=True)
             groups.setdefault((kind, ends[0]), []).append((sequence, length))
             continue
-        kind = UnitKind.of(has_images, is_shared=False)
+        kind = UnitKind.choose(has_images, is_shared=False)
         for branch, end in zip(sequence.branches, ends, strict=True):
             groups.setdefault((kind, end), []).append((sequence._replace(branches=[branch]), 0))
     units = []
