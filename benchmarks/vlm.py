@@ -1,7 +1,7 @@
 """Train nine tiny vision-language bases of transformers with the family `auto`, and compare its packing with rows.
 
     python benchmarks/vlm.py                    all bases -> benchmarks/results/vlm.json and vlm.md
-    python benchmarks/vlm.py qwen3_vl gemma3    these bases, without writing a file
+    python benchmarks/vlm.py qwen3_vl gemma3    print the figures of these bases
 
 Each base has random weights. It is trained on eight pairs in both orders with adapters, and then has to describe all
 sixteen. A step that packs all references of a pair behind one prompt takes turns with a step in which each reference is
@@ -57,11 +57,11 @@ def loss_of(model: Any, processor: Any, batch: CachedBatch) -> torch.Tensor:
 def rows_of(sequence: TrainingSequence, processor: Any) -> CachedBatch:
     """Return a micro-batch in which each branch is a row with its own copy of the images."""
     rows = [sequence._replace(branches=[branch]) for branch in sequence.branches]
-    unit = make_unit(UnitKind.BRANCH_ALONE, rows, 0, processor)
+    unit = make_unit(UnitKind.BRANCHES_WITH_IMAGES, rows, 0, processor)
     return CachedBatch([unit], unit.labels, unit.weights)
 
 
-def train_on_pairs(base: str, folder: Path) -> dict[str, Any]:
+def train_on_pairs(base: str, folder: Path, steps: int = STEPS) -> dict[str, Any]:
     """Train a base on eight pairs in both orders, and return how many of the sixteen captions it then gives."""
     processor = load_processor(base, folder)
     model = adapted_model(base, folder, random_adapters=False)
@@ -76,8 +76,8 @@ def train_on_pairs(base: str, folder: Path) -> dict[str, Any]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0)
     losses = []
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = RATE * min(1, (step + 1) / WARMUP_STEPS) * (1 - 0.9 * step / STEPS)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = RATE * min(1, (step + 1) / WARMUP_STEPS) * (1 - 0.9 * step / steps)
         loss = loss_of(model, processor, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -166,7 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("bases", nargs="*", choices=[[], *BASES], default=[], metavar="BASE", help="default: all bases")
-    bases = parser.parse_args(arguments).bases
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps on the pairs")
+    parser.add_argument("--out", type=Path, help=f"default: {RESULTS.name} for all bases, none for some")
+    args = parser.parse_args(arguments)
+    bases = args.bases
     torch.set_num_threads(1)
     if not is_num2words_available():  # names the frames of videos
         processing_smolvlm.num2words = str  # type: ignore[attr-defined]
@@ -175,15 +178,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for base in bases or BASES:
             folder = tiny_vlm(base, Path(scratch) / base)
-            results[base] = {"learned": train_on_pairs(base, folder), "speed": time_steps(base, folder)}
+            results[base] = {"learned": train_on_pairs(base, folder, args.steps), "speed": time_steps(base, folder)}
             if base == LARGE_BASE:
                 name = f"{base}, {LARGE_SIDE} pixels"
                 results[name] = {"learned": {}, "speed": time_steps(base, folder, LARGE_SIDE)}
             print(format_table({base: results[base]}).splitlines()[-1], flush=True)
     print(format_table(results))
-    if not bases:
-        write_results({"machine": machine, "bases": results}, RESULTS)
-        RESULTS.with_suffix(".md").write_text(format_table(results), encoding="utf-8")
+    out = args.out or (None if bases else RESULTS)
+    if out is not None:
+        write_results({"machine": machine, "bases": results}, out)
+        out.with_suffix(".md").write_text(format_table(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,15 @@ def check_score(figures: dict[str, Any]) -> None:
     assert figures["scores"]["METEOR"] > 0.1
 
 
+def check_vlm(figures: dict[str, Any]) -> None:
+    base = figures["bases"]["qwen3_vl"]
+    assert base["learned"]["last_loss"] < base["learned"]["first_loss"]
+    assert base["learned"]["batch_equals_single"]
+    assert base["speed"]["loss_difference"] < 1e-5
+    assert base["speed"]["gradient_difference"] < 1e-3
+    assert all(base["speed"][str(count)]["packed"] > 0 for count in (1, 3, 6))
+
+
 def check_train(figures: dict[str, Any]) -> None:
     for name in ("unpacked", "packed"):
         assert figures[name]["losses"] == pytest.approx(figures["peer"]["losses"], rel=2e-4)
@@ -100,6 +109,7 @@ SMALL_RUNS: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
     "score --made --images 60 --turns 2 --against .": (120, check_score),
     f"{TRAIN} --steps 4 --round-s 0.01": (25, check_train),
     f"{TRAIN} --precision bf16 {GPU_ROWS}": (60, check_gpu_rows),
+    "vlm qwen3_vl --steps 4": (40, check_vlm),
 }
 """By the command line of a small run: its seconds and a function that checks its figures."""
 

@@ -9,7 +9,8 @@ fills the cache that `generate` also uses. The second one continues from it with
 
 Gradients flow back through the cache. What is exact in generation is exact in training, so this packing needs no mask,
 no attention kernel and no knowledge of the architecture. Sequences whose images end at the same token are read
-together. A branch with an image that not all branches begin with is read on its own, in one pass.
+together. Where nothing is shared, a branch is read in one pass without a cache: if it is the only one of its sequence,
+or if it has an image that not all branches begin with.
 """
 
 from __future__ import annotations
@@ -35,11 +36,29 @@ from m3diff.records.sample import Turn
 
 
 class UnitKind(IntEnum):
-    """What the passes of a unit run: the vision encoder and the cache, the cache alone, or one pass without a cache."""
+    """What the passes of a unit run: two passes with a cache or one pass, with or without the vision encoder."""
 
     PROMPTS_WITH_IMAGES = 0
-    PROMPTS_WITHOUT_IMAGES = 1
-    BRANCH_ALONE = 2
+    PROMPTS = 1
+    BRANCHES_WITH_IMAGES = 2
+    BRANCHES = 3
+
+    @classmethod
+    def choose(cls, has_images: bool, is_shared: bool) -> UnitKind:
+        """Return the kind of sequences with or without images, and with or without a shared prompt."""
+        if is_shared:
+            return cls.PROMPTS_WITH_IMAGES if has_images else cls.PROMPTS
+        return cls.BRANCHES_WITH_IMAGES if has_images else cls.BRANCHES
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the vision encoder runs."""
+        return self in (UnitKind.PROMPTS_WITH_IMAGES, UnitKind.BRANCHES_WITH_IMAGES)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether branches continue from the cache of a shared prompt."""
+        return self in (UnitKind.PROMPTS_WITH_IMAGES, UnitKind.PROMPTS)
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class Unit:
     """Sequences that are read in the same passes: S prefixes of n tokens, and R branches of up to T further tokens.
 
     Attributes:
-        kind: what the passes run. A unit of the kind BRANCH_ALONE is one branch, and its prefix is empty.
+        kind: what the passes run. If no prompt is shared, each sequence has one branch and no prefix.
         prefix_ids: [S, n]; the tokens that the branches of each sequence begin with.
         branch_ids: [R, T]; the further tokens of each branch, padded at the end.
         token_types: which of these tokens belong to images, [S, n] and [R, T], by the name of the model's argument.
@@ -142,29 +161,32 @@ class CachedPrompts:
         self, model: Any, sequence: TrainingSequence, processor: Any, device: Device
     ) -> tuple[Tensor, Tensor]:
         """Return logits and labels of the supervised tokens of a sequence with one branch, read without a cache."""
-        unit = make_unit(UnitKind.BRANCH_ALONE, [sequence], 0, processor)
+        kind = UnitKind.choose(bool(sequence.prepared.marks), is_shared=False)
+        unit = make_unit(kind, [sequence], 0, processor)
         logits = read_unit(model, unit, processor, device)
         return logits[device.move(unit.supervised[:, -logits.shape[1] :])], unit.labels
 
 
 def make_units(sequences: Iterable[TrainingSequence], processor: Any) -> list[Unit]:
     """Return the units of a micro-batch, those with images first and those without a cache last."""
-    groups: dict[int, list[tuple[TrainingSequence, int]]] = {}  # by the end of the images
-    units = []
+    # by kind and end of the images: the sequences, each with the length of its prefix
+    groups: dict[tuple[UnitKind, int], list[tuple[TrainingSequence, int]]] = {}
     for sequence in sequences:
         ends = [end_of_images(branch.ids, processor.image_token_id) for branch in sequence.branches]
         length = shared_length(sequence.branches)
-        if length and max(ends) <= length:
-            groups.setdefault(ends[0], []).append((sequence, length))
+        has_images = bool(sequence.prepared.marks)
+        if len(sequence.branches) > 1 and length and max(ends) <= length:
+            kind = UnitKind.choose(has_images, is_shared=True)
+            groups.setdefault((kind, ends[0]), []).append((sequence, length))
             continue
-        for branch in sequence.branches:
-            alone = sequence._replace(branches=[branch])
-            units.append(make_unit(UnitKind.BRANCH_ALONE, [alone], 0, processor))
-    for end, group in groups.items():
-        kind = UnitKind.PROMPTS_WITH_IMAGES if end else UnitKind.PROMPTS_WITHOUT_IMAGES
+        kind = UnitKind.choose(has_images, is_shared=False)
+        for branch, end in zip(sequence.branches, ends, strict=True):
+            groups.setdefault((kind, end), []).append((sequence._replace(branches=[branch]), 0))
+    units = []
+    for (kind, _), group in sorted(groups.items(), key=lambda item: item[0][0]):
         shortest_length = min(length for _, length in group)
         units.append(make_unit(kind, [sequence for sequence, _ in group], shortest_length, processor))
-    return sorted(units, key=lambda unit: unit.kind)
+    return units
 
 
 def end_of_images(ids: Sequence[int], image_token_id: int) -> int:
@@ -249,12 +271,12 @@ def grids_of(prepared: Prepared) -> dict[str, Tensor]:
 
 
 def blank_unit(kind: UnitKind, processor: Any) -> Unit:
-    """Return a unit of this kind without supervised tokens, about blank images unless the kind excludes them."""
-    prepared = Prepared({}, ()) if kind is UnitKind.PROMPTS_WITHOUT_IMAGES else processor.blank_pair()
+    """Return a unit of this kind without supervised tokens, about blank images if the kind has images."""
+    prepared = processor.blank_pair() if kind.has_images else Prepared({}, ())
     prompt = list(processor.encode_prompt((Turn(""),), prepared.marks))
     # the last token is only a label, which has no span
     branch = Branch([*prompt, processor.end_id], [])
-    length = 0 if kind is UnitKind.BRANCH_ALONE else len(prompt) - 1
+    length = len(prompt) - 1 if kind.is_shared else 0
     return make_unit(kind, [TrainingSequence(prepared, [branch], 0)], length, processor)
 
 
@@ -285,7 +307,7 @@ def read_unit(model: Any, unit: Unit, processor: Any, device: Device) -> Tensor:
     first_position = int(unit.supervised.any(dim=0).to(torch.uint8).argmax())
     kept_positions = unit.branch_ids.shape[1] - first_position
     image_inputs = processor.image_inputs(unit.images, device.torch)
-    if unit.kind is UnitKind.BRANCH_ALONE:
+    if not unit.kind.is_shared:
         return model(
             input_ids=device.move(unit.branch_ids),
             use_cache=False,

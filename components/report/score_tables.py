@@ -120,10 +120,10 @@ def headline_table(report: EvaluateReport, main_protocols: Sequence[str]) -> Tab
 
 def describe_pairs(protocol: Protocol) -> str:
     """Describe in words which pairs a protocol includes."""
-    if protocol.change_types:
-        return f"pairs whose only change is {' or '.join(protocol.change_types)}"
     if protocol.pairs:
         return protocol.pairs
+    if protocol.change_types:
+        return f"pairs whose only change is {' or '.join(protocol.change_types)}"
     if protocol.ids == EVERY_ID:
         return f"only {' and '.join(protocol.kinds)}" if protocol.kinds else "all pairs"
     return "some pairs, chosen by their names"

@@ -147,11 +147,11 @@ def test_a_pickle_in_a_checkpoint_that_is_resumed_is_not_loaded(small, monkeypat
     take_step = engine.take_step
     steps = []
 
-    def interrupt(*arguments: Any) -> Any:
+    def interrupt(*arguments: Any, **options: Any) -> Any:
         steps.append(1)
         if len(steps) == 3:
             raise KeyboardInterrupt
-        return take_step(*arguments)
+        return take_step(*arguments, **options)
 
     change(small, "train", epochs=3)
     with monkeypatch.context() as cut:

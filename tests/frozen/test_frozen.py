@@ -1,75 +1,46 @@
-"""The versions, exports and captions of a frozen project stay as they were.
+"""A frozen project stays readable: its versions, exports, samples and decisions.
 
-`project.tar.xz` was made once: a git repository with DVC's cache, an MLflow store with two versions of a tiny model,
-the record of decisions, exports, and the captions of each model. Parameters and the record have another form today, so
-the fixture converts these two.
+`make.py` made `project.tar.xz` and stored what the commands said. Each test compares this with what they say today.
+
+The lineage of a version holds entirely, also after the code has changed: it has the hash of `code/predict.json`, which
+the archive's commits contain, and not that of today's code.
 """
 
 import json
-import sqlite3
 import tarfile
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from m3diff.__main__ import main
-from m3diff.provenance.git import git
-from m3diff.registry.decisions import BRANCH, COUNT_TAG
-from m3diff.settings.load import load_params
-from m3diff.settings.section import ParamsError
-
-ARCHIVE = Path(__file__).parent / "project.tar.xz"
-MODELS = {"1": "1", "champion": "champion", "merged": "exports/merged", "adapters": "exports/adapters"}
-MODELS |= {"hub": "exports/hub", "challenger": "challenger"}
-PAIRS = ("exports/before", "exports/after", "--json")
+from m3diff.models.checkpoint import read_sample_limits
+from m3diff.stages.train.batches import read_samples
+from tests.frozen.make import (
+    ARCHIVE,
+    AUTO_EXPORTS,
+    CHAMPION_EXPORTS,
+    DEFAULT_QUESTION,
+    EXPORT_FLAGS,
+    MODELS,
+    PAIRS,
+    TRAINED_QUESTION,
+    VERSIONS,
+    model_options,
+    read_captions,
+    read_links,
+)
 
 
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return unpacked(tmp_path_factory.mktemp("frozen"))
+    return unpack(tmp_path_factory.mktemp("frozen"))
 
 
-def unpacked(root: Path) -> Path:
+def unpack(root: Path) -> Path:
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(root)
-    remove_unknown_params(root / "params.yaml")
-    convert_record(root)
+        archive.extractall(root, filter="data")
     return root
-
-
-def remove_unknown_params(file: Path) -> None:
-    """Remove the parameters that do not exist any more, and rename others, as the error message asks a person to do."""
-    values = yaml.safe_load(file.read_text())
-    with pytest.raises(ParamsError) as refused:
-        load_params(file)
-    for fault in refused.value.fields["faults"]:
-        if fault.code not in ("settings.unknown_key", "settings.renamed_key"):
-            continue
-        *sections, key = fault.fields["key"].split(".")
-        section = values
-        for name in sections:
-            section = section[name]
-        value = section.pop(key)
-        if fault.code == "settings.renamed_key":
-            section[fault.fields["name"]] = value
-    file.unlink()
-    file.write_text(yaml.safe_dump(values, sort_keys=False))
-    load_params(file)
-
-
-def convert_record(root: Path) -> None:
-    """Write each line of the archive's `decisions.jsonl` as a commit, and the last commit to the tag in MLflow."""
-    tree = git("hash-object", "-w", "-t", "tree", "--stdin", cwd=root)
-    lines = git("show", f"{BRANCH}:decisions.jsonl", cwd=root).splitlines()
-    tip = git("commit-tree", tree, cwd=root, stdin=lines[0].encode())
-    for line in lines[1:]:
-        tip = git("commit-tree", tree, "-p", tip, cwd=root, stdin=line.encode())
-    git("update-ref", BRANCH, tip, cwd=root)
-    with closing(sqlite3.connect(root / "services/mlflow/mlflow.db")) as store, store:
-        store.execute("UPDATE registered_model_tags SET value = ? WHERE key = ?", (f"{len(lines)} {tip}", COUNT_TAG))
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
@@ -78,9 +49,8 @@ def output_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return capsys.readouterr().out
 
 
-def captions(capsys: pytest.CaptureFixture[str], model: str) -> list[str]:
-    rows = output_of(capsys, "caption", *PAIRS, "--model", model).splitlines()
-    return [json.loads(row)["caption"] for row in rows]
+def captions(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    return read_captions(output_of(capsys, "caption", *PAIRS, *options))
 
 
 def frozen_output(name: str) -> Any:
@@ -91,15 +61,53 @@ def frozen_output(name: str) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_says_what_it_said_then(name, frozen, monkeypatch, capsys):
     monkeypatch.chdir(frozen)
-    assert captions(capsys, MODELS[name]) == frozen_output("captions")[name]
+    assert captions(capsys, *model_options(name)) == frozen_output("captions")[name]
 
 
-def test_exports_say_what_their_version_says_and_versions_differ(frozen, monkeypatch):
+def test_exports_say_what_their_model_says_and_models_differ(frozen, monkeypatch):
     monkeypatch.chdir(frozen)
     frozen_captions = frozen_output("captions")
-    for name in ("1", "merged", "adapters", "hub"):
+    for name in ("1", *CHAMPION_EXPORTS):
         assert frozen_captions[name] == frozen_captions["champion"], name
-    assert frozen_captions["challenger"] != frozen_captions["champion"]
+    for name in AUTO_EXPORTS:
+        assert frozen_captions[name] == frozen_captions["auto merged"], name
+    for name in ("champion", "auto merged"):
+        assert len(set(frozen_captions[name])) > 1, "a model that tells no pairs apart"
+    assert len({tuple(frozen_captions[name]) for name in ("champion", "challenger", "auto merged")}) == 3
+
+
+@pytest.mark.parametrize("name", ["champion", "hub", "adapters", "auto hub"])
+def test_a_model_asks_the_question_of_its_training(name, frozen, monkeypatch, capsys):
+    monkeypatch.chdir(frozen)
+    frozen_captions = frozen_output("captions")[name]
+    assert captions(capsys, *model_options(name), "--question", TRAINED_QUESTION) == frozen_captions
+    assert captions(capsys, *model_options(name), "--question", DEFAULT_QUESTION) != frozen_captions
+
+
+@pytest.mark.parametrize("folder", [*CHAMPION_EXPORTS.values(), *AUTO_EXPORTS.values(), "data/05_model/checkpoint"])
+def test_a_manifest_names_the_question_and_the_samples_of_the_training(folder, frozen):
+    takes, trained_on = read_sample_limits(frozen / folder)
+    assert 2 in takes.images
+    assert trained_on.question == TRAINED_QUESTION
+    assert trained_on.images == (2,)
+    assert trained_on.turns == 1
+    assert not trained_on.own_questions
+
+
+@pytest.mark.parametrize("name", EXPORT_FLAGS)
+def test_the_checkpoint_of_the_last_run_is_exported_today(name, frozen, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(frozen)
+    out = str(tmp_path / "exported")
+    output_of(capsys, "export", out, *EXPORT_FLAGS[name])
+    assert captions(capsys, "--model", out) == frozen_output("captions")["challenger"]
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_the_samples_of_a_split_are_read(split, frozen):
+    mixture = frozen / "data" / "04_mixture"
+    samples = read_samples(mixture / split)
+    counts = json.loads((mixture / "report.json").read_text())["datasets"]["minichange"]["samples"]
+    assert len(samples) == counts[split] > 0
 
 
 @pytest.mark.parametrize(
@@ -118,23 +126,22 @@ def test_versions_and_decisions_are_listed_as_then(command, facts, frozen, monke
     assert [[row[fact] for fact in facts] for row in rows] == [[row[fact] for fact in facts] for row in frozen_rows]
 
 
-@pytest.mark.parametrize("version", ["champion", "challenger"])
-def test_the_lineage_of_a_version_holds(version, frozen, monkeypatch, capsys):
-    """Except its code: its tag is the hash of a folder, and today a version has that of `code/predict.json`."""
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_lineage_of_a_version_holds_as_then(version, frozen, monkeypatch, capsys):
     monkeypatch.chdir(frozen)
-    assert main(["lineage", version]) == 3
-    links = capsys.readouterr().out.splitlines()
+    links = read_links(output_of(capsys, "lineage", version))
+    assert links == frozen_output("lineage")[version]
     assert len(links) > 12
-    faults = [link for link in links if not link.startswith("ok")]
-    assert [fault.split()[:3] for fault in faults] == [["missing", "model", "code"]]
+    assert "ok model code" in links
+    assert [link for link in links if not link.startswith("ok ")] == []
 
 
 def test_the_later_version_is_promoted_and_taken_back(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(unpacked(tmp_path))
+    monkeypatch.chdir(unpack(tmp_path))
     output_of(capsys, "promote")
-    assert captions(capsys, "champion") == frozen_output("captions")["challenger"]
+    assert captions(capsys, "--model", "champion") == frozen_output("captions")["challenger"]
     output_of(capsys, "rollback", "--why", "a test")
-    assert captions(capsys, "champion") == frozen_output("captions")["1"]
+    assert captions(capsys, "--model", "champion") == frozen_output("captions")["1"]
     assert main(["promote"]) != 0, "a version that was rolled back"
     decisions = json.loads(output_of(capsys, "history", "--json"))
     outcomes = [decision["outcome"] for decision in decisions]

@@ -118,7 +118,7 @@ BROKEN_BASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a template that asks to think": (think_first, "models.template_asks_to_think", ""),
     "no template": (lambda base: (base / "chat_template.json").unlink(), "models.no_chat_template", ""),
     "an unknown processor": (use_unknown_processor, "models.no_processor_of_images", ""),
-    "a processor that cannot process images": (use_processor_without_sizes, "models.processor_not_loaded", ""),
+    "a processor that cannot process images": (use_processor_without_sizes, "models.processor_fails", ""),
     "a damaged processor": (use_damaged_processor, "models.not_json", "preprocessor_config.json"),
 }
 

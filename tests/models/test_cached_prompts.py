@@ -143,13 +143,24 @@ def test_a_prompt_is_read_once_for_all_its_references(base_folder: Callable[[str
 def test_sequences_with_images_of_one_size_are_read_together(base_folder: Callable[[str], Path]) -> None:
     processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
     units = make_units(sequences_of(processor)["images of two sizes"], processor)
-    assert sorted(len(unit.prefix_ids) for unit in units) == [1, 2]
+    assert [(unit.kind, len(unit.prefix_ids)) for unit in units] == [
+        (UnitKind.PROMPTS_WITH_IMAGES, 2),
+        (UnitKind.BRANCHES_WITH_IMAGES, 1),
+    ]
 
 
 def test_a_branch_whose_images_come_later_is_read_alone(base_folder: Callable[[str], Path]) -> None:
     processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
     units = make_units(sequences_of(processor)["images that come later"], processor)
-    assert [unit.kind for unit in units] == [UnitKind.BRANCH_ALONE] * 3
+    assert {unit.kind for unit in units} == {UnitKind.BRANCHES_WITH_IMAGES}
+    assert sum(len(unit.branch_ids) for unit in units) == 3
+
+
+def test_a_sequence_with_one_branch_needs_no_cache(base_folder: Callable[[str], Path]) -> None:
+    processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
+    (unit,) = make_units(sequences_of(processor)["one reference"], processor)
+    assert unit.kind is UnitKind.BRANCHES_WITH_IMAGES
+    assert not unit.prefix_ids.numel()
 
 
 def test_text_alone_gives_the_vision_encoder_a_gradient_of_zero(base_folder: Callable[[str], Path]) -> None:
@@ -196,9 +207,9 @@ def drop_last_token(model: Any, unit: Unit, processor: Any, device: Device) -> t
 FAULTS = {
     "cache not repeated": ("repeat_cache", skip_reorder, "qwen3_vl", "different questions"),
     "wrong row": ("repeat_cache", take_other_rows, "qwen3_vl", "images of two sizes"),
-    "state overwritten": ("repeat_cache", overwrite_states, "qwen3_5", "one reference"),
-    "position off by one": ("positions_of", shift_positions, "qwen3_vl", "one reference"),
-    "last prompt token lost": ("read_unit", drop_last_token, "qwen3_vl", "one reference"),
+    "state overwritten": ("repeat_cache", overwrite_states, "qwen3_5", "references of unequal length"),
+    "position off by one": ("positions_of", shift_positions, "qwen3_vl", "references of unequal length"),
+    "last prompt token lost": ("read_unit", drop_last_token, "qwen3_vl", "references of unequal length"),
 }
 
 

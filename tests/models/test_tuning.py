@@ -90,7 +90,7 @@ def test_parts_of_equal_rate_and_delay_share_a_group(rates, delay, expected_grou
 
 def test_a_parameter_that_is_in_no_part_is_noticed():
     with pytest.raises(AssertionError, match="every parameter is in one part"):
-        should_train("model.qformer.weight", FAMILY, tiny_settings())
+        should_train("model.qformer.weight", FAMILY, tiny_settings(), FAMILY.lora_targets)
 
 
 def test_adapters_have_the_rank_and_strength_of_the_settings_and_no_dropout():

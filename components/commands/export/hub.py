@@ -156,7 +156,7 @@ def copy_stock_model(
         if name != CHOICES and not name.startswith(f"{ADAPTERS}/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint / name, folder / name)
-    generation_config = GenerationConfig.from_pretrained(folder)
+    generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
     generation_config.update(do_sample=False, max_new_tokens=max_new_tokens)
     generation_config.save_pretrained(folder)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))

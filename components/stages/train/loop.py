@@ -205,16 +205,19 @@ class Training:
         self.usage = Usage.read(job.run_dir / USAGE_FILE)
 
     def check_packing(self, model: Any) -> None:
-        """Compare the packing with separate passes on the first sequences, before the weights are partitioned.
+        """Compare the packing with separate passes on sequences of several samples, before the weights are partitioned.
 
         Raises:
             ParamsError: loss or gradients differ by more than rounding.
         """
-        sequences = self.schedule.epoch(0)[:CHECKED_SEQUENCES]
+        first_sequences = self.schedule.epoch(0)[:COUNTED_SEQUENCES]
+        # the sort is stable, so that the first sequences are taken of those with several samples
+        sequences = sorted(first_sequences, key=lambda rows: batches.count_samples(rows) == 1)[:CHECKED_SEQUENCES]
         read = self.loader.read([(sequence, 1) for sequence in sequences])
         comparison = compare_with_separate_passes(model, read, self.packing, self.processor, self.family, self.device)
         self.worker.print_once(str(comparison))
-        comparison.check(is_binding=not self.device.gpu)
+        # the limits were measured in fp32 on a CPU
+        comparison.check(is_binding=not self.device.gpu and self.device.precision == "fp32")
 
     def _curve_columns(self) -> list[str]:
         columns = ["step", "epoch", "loss"]

@@ -177,14 +177,14 @@ def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(wo
     sizes = []
     failed = []
 
-    def take_step(model: Any, *arguments: Any) -> Any:
+    def take_step(model: Any, *arguments: Any, **options: Any) -> Any:
         assert all(reference() is None for reference in failed), "the first attempt's model is still held"
         size = model.train_micro_batch_size_per_gpu()
         if size > 2 and len(sizes) == 3:
             failed.append(weakref.ref(model.module))
             raise torch.OutOfMemoryError("CUDA out of memory")
         sizes.append((size, model.gradient_accumulation_steps()))
-        return original(model, *arguments)
+        return original(model, *arguments, **options)
 
     monkeypatch.setattr(engine, "take_step", take_step)
     capfd.readouterr()
@@ -247,7 +247,7 @@ def test_a_run_that_sigterm_reaches_saves_its_step_and_goes_on_from_it(
 
 @pytest.mark.fault("03")
 def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(workspace, monkeypatch):
-    def take_step(*_: Any) -> None:
+    def take_step(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
