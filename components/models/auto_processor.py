@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import ProcessorMixin
 
 from m3diff.models.foreign_code import read_json
-from m3diff.models.image_scales import ImageSize, measured_copy, recorded_resizes, scale_of
+from m3diff.models.image_scales import ImageShape, measured_copy, recorded_resizes, scale_of
 from m3diff.models.largest_marks import largest_marks
 from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor, known_settings
@@ -171,10 +171,10 @@ class ChatTemplateProcessor:
         rgb_images = [image.convert("RGB") for image in images]
         if not rgb_images:
             return Prepared({}, ()), ()
-        original_sizes = [ImageSize(image.height, image.width) for image in rgb_images]
+        original_sizes = [ImageShape(image.height, image.width) for image in rgb_images]
         if self.one_grid and len(rgb_images) == PAIR and rgb_images[0].size != rgb_images[1].size:
             rgb_images[1] = rgb_images[1].resize(rgb_images[0].size, Image.Resampling.BICUBIC)
-        sizes = [ImageSize(image.height, image.width) for image in rgb_images]
+        sizes = [ImageShape(image.height, image.width) for image in rgb_images]
         try:
             with recorded_resizes() as resizes:
                 output = self._call(rgb_images, self.image_token * len(rgb_images))
@@ -207,7 +207,7 @@ class ChatTemplateProcessor:
         # transformers offers this function to vLLM, but not for every processor
         own_count: Any = getattr(self.processor, "_get_num_multimodal_tokens", None)
 
-        def count_tokens(sizes: list[ImageSize]) -> list[int]:
+        def count_tokens(sizes: list[ImageShape]) -> list[int]:
             return own_count(image_sizes=[list(size) for size in sizes]).num_image_tokens
 
         return largest_marks(

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class ImageSize(NamedTuple):
-    """Size of an image in pixels."""
+class ImageShape(NamedTuple):
+    """Height and width of an image in pixels, in the order of an array."""
 
     height: int
     width: int
@@ -24,8 +24,8 @@ class ImageSize(NamedTuple):
 class Resize(NamedTuple):
     """The sizes of an image before and after a resize."""
 
-    before: ImageSize
-    after: ImageSize
+    before: ImageShape
+    after: ImageShape
 
 
 class _Records(threading.local):
@@ -70,13 +70,13 @@ def _recording(method: Any) -> Any:
         image: Any = kwargs.get("image", args[1] if len(args) > 1 else None)
         resized = method(*args, **kwargs)
         if _records.resizes is not None and hasattr(image, "shape") and hasattr(resized, "shape"):
-            _records.resizes.append(Resize(ImageSize(*image.shape[-2:]), ImageSize(*resized.shape[-2:])))
+            _records.resizes.append(Resize(ImageShape(*image.shape[-2:]), ImageShape(*resized.shape[-2:])))
         return resized
 
     return record
 
 
-def scale_of(size: ImageSize, resizes: Sequence[Resize]) -> float | None:
+def scale_of(size: ImageShape, resizes: Sequence[Resize]) -> float | None:
     """Return the square root of an image's pixels after the resizes, divided by its pixels before.
 
     If a processor makes several versions of an image, such as tiles and a thumbnail, the largest counts.
@@ -89,7 +89,7 @@ def scale_of(size: ImageSize, resizes: Sequence[Resize]) -> float | None:
         the scale, or None if no resize of the image was recorded.
     """
     longest_side = max(size)
-    square = ImageSize(longest_side, longest_side)  # some processors pad an image to a square first
+    square = ImageShape(longest_side, longest_side)  # some processors pad an image to a square first
     scales = []
     for resize in resizes:
         if resize.before in (size, square):

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from m3diff.models.image_scales import ImageSize
+from m3diff.models.image_scales import ImageShape
 
-CountTokens = Callable[[list[ImageSize]], list[int]]
-MakeMarks = Callable[[ImageSize], tuple[str, ...]]
+CountTokens = Callable[[list[ImageShape]], list[int]]
+MakeMarks = Callable[[ImageShape], tuple[str, ...]]
 
 # Sizes to search if counting is cheap: from 1,024 to 67 million pixels, and ratios of the sides from 1 to 4
 ALL_AREAS = range(10, 27)
@@ -32,7 +32,7 @@ class Run(NamedTuple):
     suffix: str
 
 
-def candidate_sizes(areas: Iterable[int], ratios: Iterable[float]) -> list[ImageSize]:
+def candidate_sizes(areas: Iterable[int], ratios: Iterable[float]) -> list[ImageShape]:
     """Return image sizes, high and wide.
 
     Args:
@@ -44,9 +44,9 @@ def candidate_sizes(areas: Iterable[int], ratios: Iterable[float]) -> list[Image
         for ratio in ratios:
             short_side = round((2**area / ratio) ** 0.5)
             long_side = round(short_side * ratio)
-            sizes.append(ImageSize(long_side, short_side))
+            sizes.append(ImageShape(long_side, short_side))
             if ratio > 1:
-                sizes.append(ImageSize(short_side, long_side))
+                sizes.append(ImageShape(short_side, long_side))
     return sizes
 
 
@@ -62,7 +62,7 @@ def largest_marks(make_marks: MakeMarks, count_tokens: CountTokens | None, image
         candidates = [make_marks(size) for size in candidate_sizes(FEW_AREAS, FEW_RATIOS)]
         return max(candidates, key=lambda marks: sum(mark.count(image_token) for mark in marks))
     sizes = sorted(candidate_sizes(ALL_AREAS, ALL_RATIOS), key=lambda size: size.height * size.width)
-    smallest_sizes: dict[int, ImageSize] = {}  # number of tokens -> smallest size that has it
+    smallest_sizes: dict[int, ImageShape] = {}  # number of tokens -> smallest size that has it
     for size, count in zip(sizes, count_tokens(sizes), strict=True):
         smallest_sizes.setdefault(count, size)
     most_tokens = max(smallest_sizes)
@@ -70,7 +70,7 @@ def largest_marks(make_marks: MakeMarks, count_tokens: CountTokens | None, image
 
 
 def extended_marks(
-    make_marks: MakeMarks, smallest_sizes: Mapping[int, ImageSize], image_token: str
+    make_marks: MakeMarks, smallest_sizes: Mapping[int, ImageShape], image_token: str
 ) -> tuple[str, ...] | None:
     """Return the marks of the largest number of tokens, made by extending those of small images.
 

@@ -54,11 +54,6 @@ class NoVideos(VideoProcessorMixin):
         super().__init__(**(configuration or {}))  # the attributes may be read by the processor
         self.configuration = configuration
 
-    def __getattr__(self, name: str) -> None:
-        # SmolVLM's processor reads the number of frames for every chat template, also for one without videos
-        if name.startswith("_"):
-            raise AttributeError(name)
-
     def __call__(self, videos: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # takes no images
         """Refuse the videos."""
         raise ValueFault("models.videos_not_taken")
