@@ -32,6 +32,7 @@ from m3diff.models.cached_prompts import CachedBatch, CachedPrompts, UnitKind, m
 from m3diff.models.contract import TrainingSequence  # noqa: E402
 from m3diff.models.device import Device  # noqa: E402
 from m3diff.models.generation import QUESTION, Captioner  # noqa: E402
+from m3diff.models.settings import Lora  # noqa: E402
 from m3diff.records.sample import Turn  # noqa: E402
 from m3diff.stages.train.packing_check import compare_with_separate_passes  # noqa: E402
 from tests.auto_cases import adapted_model, auto_settings, load_processor, training_sequence  # noqa: E402
@@ -40,8 +41,9 @@ from tests.tiny_vlm import BASES, minichange_pairs, tiny_vlm  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results" / "vlm.json"
 CPU = Device(gpu=False, precision="fp32")
 STEPS = 70
-RATE = 4e-3
+RATE = 6e-3
 WARMUP_STEPS = 10
+ADAPTERS = Lora(rank=16, alpha=32)
 REFERENCES = (1, 3, 6)
 LARGE_BASE = "qwen3_vl"  # its steps are also timed on images of LARGE_SIDE pixels
 LARGE_SIDE = 640
@@ -64,7 +66,7 @@ def rows_of(sequence: TrainingSequence, processor: Any) -> CachedBatch:
 def train_on_pairs(base: str, folder: Path, steps: int = STEPS) -> dict[str, Any]:
     """Train a base on eight pairs in both orders, and return how many of the sixteen captions it then gives."""
     processor = load_processor(base, folder)
-    model = adapted_model(base, folder, random_adapters=False)
+    model = adapted_model(base, folder, random_adapters=False, lora=ADAPTERS)
     sequences = []
     captions = []
     for pair in minichange_pairs():

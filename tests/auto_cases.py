@@ -55,15 +55,17 @@ def load_processor(base: str, folder: Path) -> ChatTemplateProcessor:
     return ChatTemplateProcessor(stock, folder, config.image_token_id)
 
 
-def adapted_model(base: str, folder: Path, random_adapters: bool = True) -> Any:
+def adapted_model(base: str, folder: Path, random_adapters: bool = True, **changes: Any) -> Any:
     """Return a tiny base with adapters, in training mode.
 
     Args:
         random_adapters: whether the adapters already change the model, so that all their weights have a gradient.
+        changes: changed fields of the settings.
     """
     torch.manual_seed(0)
-    model = FAMILIES["auto"].load_base(folder, auto_settings(base), torch.float32, None)
-    adapted = prepare_for_training(model, FAMILIES["auto"], auto_settings(base)).train()
+    settings = auto_settings(base, **changes)
+    model = FAMILIES["auto"].load_base(folder, settings, torch.float32, None)
+    adapted = prepare_for_training(model, FAMILIES["auto"], settings).train()
     if random_adapters:
         for name, parameter in adapted.named_parameters():
             if ".lora_B." in name:

@@ -21,9 +21,9 @@ from tests.stages.train.toy import Recipe, assert_same, read_curve, recipe, run
 from tests.tiny import tiny_base
 from tests.tiny_vlm import tiny_vlm
 
-# Adapters of width 8 have gradients of 1e-9, of which Adam makes steps of the learning rate, so weights are compared
-# after runs at a low rate
-RATES = {"vision": 1.0e-4, "projector": 1.0e-4, "llm": 1.0e-4}
+# Some adapters have gradients of 1e-9, of which rounding decides the sign, and Adam makes a step of the learning rate of
+# it. With a low rate, the weights after it still agree
+RATES = {"vision": 1.0e-6, "projector": 1.0e-6, "llm": 1.0e-6}
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,10 @@ def test_two_workers_of_which_one_has_no_image_train_as_one(stage, vlm, mixed_mi
     run_recipe = auto_recipe(vlm, tmp_path, zero_stage=stage)
     workers(2, run_recipe, mixed_mixture, tmp_path / "two")
     workers(1, run_recipe, mixed_mixture, tmp_path / "one")
-    losses, losses_of_one = ([float(row["loss"]) for row in read_curve(tmp_path / name)] for name in ("two", "one"))
-    assert losses == pytest.approx(losses_of_one, rel=1e-5)
+    curve, curve_of_one = (read_curve(tmp_path / name) for name in ("two", "one"))
+    for column, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        values = [float(row[column]) for row in curve]
+        assert values == pytest.approx([float(row[column]) for row in curve_of_one], rel=tolerance), column
 
 
 @pytest.mark.slow
