@@ -30,7 +30,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from m3diff.models.contract import Branch, Prepared, TrainingSequence
 from m3diff.models.device import Device
-from m3diff.models.fused import is_partitioned
 from m3diff.models.token_inputs import position_ids
 from m3diff.records.sample import Turn
 
@@ -281,12 +280,14 @@ def blank_unit(kind: UnitKind, processor: Any) -> Unit:
 
 
 def with_units_of_other_workers(units: Sequence[Unit], model: Any, processor: Any, device: Device) -> list[Unit]:
-    """Return the units, with ZeRO 3 followed by blank units, so that all workers run the same passes.
+    """Return the units, with ZeRO followed by blank units, so that all workers run the same passes.
 
     With ZeRO 3, each layer gathers its weights from all workers. A worker with fewer passes would block the others
-    forever.
+    forever. With ZeRO 1 and 2, DeepSpeed 0.19 adds up the workers' gradients in the order in which the backward pass
+    completes them. In another order, a worker would add its gradients to those of other weights, without an error.
     """
-    if not (dist.is_initialized() and dist.get_world_size() > 1 and is_partitioned(model)):
+    uses_zero = hasattr(model, "zero_optimization_stage") and model.zero_optimization_stage() > 0
+    if not (uses_zero and dist.is_initialized() and dist.get_world_size() > 1):
         return list(units)
     counts = torch.bincount(torch.tensor([unit.kind for unit in units]), minlength=len(UnitKind))
     largest_counts = counts.to(device.torch)

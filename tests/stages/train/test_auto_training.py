@@ -78,9 +78,12 @@ def test_a_part_without_a_gradient_ends_the_run(vlm, mixed_mixture, tmp_path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
 def test_two_workers_of_which_one_has_no_image_train_as_one(stage, vlm, mixed_mixture, tmp_path):  # noqa: F811
-    """With ZeRO 3, the workers must run the same passes although their micro-batches have other kinds of units."""
+    """With ZeRO, the workers must run the same passes although their micro-batches have other kinds of units.
+
+    Otherwise, ZeRO 3 would hang, and ZeRO 2 would add gradients of different weights.
+    """
     run_recipe = auto_recipe(vlm, tmp_path, zero_stage=stage)
     workers(2, run_recipe, mixed_mixture, tmp_path / "two")
     workers(1, run_recipe, mixed_mixture, tmp_path / "one")
