@@ -21,8 +21,8 @@ from tests.stages.train.toy import Recipe, assert_same, read_curve, recipe, run
 from tests.tiny import tiny_base
 from tests.tiny_vlm import tiny_vlm
 
-# Some adapters have gradients of 1e-9, of which rounding decides the sign, and Adam makes a step of the learning rate of
-# it. With a low rate, the weights after it still agree
+# Some adapters have gradients of 1e-9. Rounding decides their sign, and Adam makes a whole step of them. With a low
+# rate, the weights after such steps still agree
 RATES = {"vision": 1.0e-6, "projector": 1.0e-6, "llm": 1.0e-6}
 
 
