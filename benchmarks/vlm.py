@@ -1,6 +1,6 @@
 """Train nine tiny vision-language bases of transformers with the family `auto`, and compare its packing with rows.
 
-    python benchmarks/vlm.py                    all bases -> benchmarks/results/vlm.json and vlm.md
+    python benchmarks/vlm.py                    all bases -> benchmarks/results/vlm.json
     python benchmarks/vlm.py qwen3_vl gemma3    print the figures of these bases
 
 Each base has random weights. It is trained on eight pairs in both orders with adapters, and then has to describe all
@@ -189,7 +189,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = args.out or (None if bases else RESULTS)
     if out is not None:
         write_results({"machine": machine, "bases": results}, out)
-        out.with_suffix(".md").write_text(format_table(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
