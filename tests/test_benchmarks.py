@@ -109,7 +109,7 @@ SMALL_RUNS: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
     "score --made --images 60 --turns 2 --against .": (120, check_score),
     f"{TRAIN} --steps 4 --round-s 0.01": (25, check_train),
     f"{TRAIN} --precision bf16 {GPU_ROWS}": (60, check_gpu_rows),
-    "vlm qwen3_vl --steps 4": (40, check_vlm),
+    "vlm qwen3_vl --steps 4": (100, check_vlm),
 }
 """By the command line of a small run: its seconds and a function that checks its figures."""
 
