@@ -40,7 +40,7 @@ TOKEN_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_
 # Names under which processors return whether a token belongs to an image
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
-ANSWER = "\u241f"  # stands for an answer when the chat template is probed
+ANSWER = "\u241f"  # placeholder of an answer when the chat template is probed
 ASKS_TO_THINK = re.compile(r"<think>\s*$")
 # A setting bounds the resolution if a smaller value leaves at most this share of the tokens. Rounding to other patches
 # changes less
@@ -59,7 +59,7 @@ class ChatTemplateProcessor:
         one_grid: whether the second image of a pair gets the size of the first, for a module that compares the images
             position by position. Without a module, a pair of two sizes stays as it is, because transformers and vLLM
             do not change it either.
-        image_token: text that stands for an image in a rendered chat template.
+        image_token: placeholder of an image in a rendered chat template.
         image_token_id: id of the token that the model replaces by visual tokens.
         end_id: id of the token that ends an answer.
         pad_id: id of the padding token.
@@ -356,7 +356,7 @@ class ChatTemplateProcessor:
     # Probes of the processor and its chat template
 
     def _find_image_token(self) -> str:
-        """Return the text that stands for an image in a rendered chat template.
+        """Return the placeholder of an image in a rendered chat template.
 
         Raises:
             DataError: the class of the processor does not say how it represents an image.
@@ -429,7 +429,7 @@ class ChatTemplateProcessor:
         self.processor.chat_template = {**templates, "default": text} if isinstance(templates, dict) else text
 
     def _probe_template(self) -> None:
-        """Find out how the chat template places images, and what it puts around an answer.
+        """Set `places_images`, `lead`, `end_id` and `pad_id` by rendering short dialogues with the chat template.
 
         Raises:
             DataError: the chat template cannot be used.

@@ -16,7 +16,7 @@ or if it has an image that not all branches begin with.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from os.path import commonprefix
@@ -30,7 +30,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from m3diff.models.contract import Branch, Prepared, TrainingSequence
 from m3diff.models.device import Device
-from m3diff.models.token_inputs import position_ids
+from m3diff.models.tuning import unwrap_model
 from m3diff.records.sample import Turn
 
 
@@ -122,7 +122,7 @@ class CachedBatch:
 
 
 class CachedPrompts:
-    """Packing in which the branches of a sequence continue from the cache of their shared prompt."""
+    """The packing in which the branches of a sequence continue from the cache of their shared prompt."""
 
     shares_prompts = True
 
@@ -243,10 +243,7 @@ def make_unit(kind: UnitKind, sequences: Sequence[TrainingSequence], length: int
             all_types = types_of_branches.setdefault(name, torch.zeros(len(rows), width + length, dtype=types.dtype))
             all_types[row, : types.shape[1]] = types[0]
     numbers = [number for number, _, _ in rows]
-    first_rows = [numbers.index(number) for number in range(len(sequences))]
-    types_of_unit = {}
-    for name, types in types_of_branches.items():
-        types_of_unit[name] = (types[first_rows, :length], types[:, length:])
+    first_rows = first_row_of_each(numbers)
     prefixes = [sequence.branches[0].ids[:length] for sequence in sequences]
     return Unit(
         kind=kind,
@@ -262,6 +259,11 @@ def make_unit(kind: UnitKind, sequences: Sequence[TrainingSequence], length: int
         labels=torch.tensor(labels, dtype=torch.long),
         weights=torch.tensor(weights, dtype=torch.float32),
     )
+
+
+def first_row_of_each(numbers: Sequence[int]) -> list[int]:
+    """Return the first row of each sequence, given the number of the sequence of each row."""
+    return [numbers.index(number) for number in sorted(set(numbers))]
 
 
 def grids_of(prepared: Prepared) -> dict[str, Tensor]:
@@ -349,24 +351,37 @@ def positions_of(model: Any, unit: Unit, processor: Any, device: Device) -> tupl
 
     They are those of each whole branch, computed by the model on the CPU.
     """
-    bare = bare_model(model)
-    if not hasattr(bare.model, "get_rope_index"):
+    inner_model = bare_model(model).model
+    if not hasattr(inner_model, "get_rope_index"):
         return {}, {}
     length = unit.prefix_ids.shape[1]
     positions = []
     for row, number in enumerate(unit.sequence_of_branch.tolist()):
         ids = [*unit.prefix_ids[number].tolist(), *unit.branch_ids[row].tolist()]
-        positions.append(position_ids(processor, bare, ids, unit.grids[number]))
+        positions.append(rope_positions(inner_model, processor, ids, unit.grids[number]))
     positions_of_rows = torch.cat(positions, dim=-2)  # [3, R, n + T]
-    first_rows = [unit.sequence_of_branch.tolist().index(number) for number in range(len(unit.prefix_ids))]
+    first_rows = first_row_of_each(unit.sequence_of_branch.tolist())
     prefix = device.move(positions_of_rows[..., first_rows, :length])
     return {"position_ids": prefix}, {"position_ids": device.move(positions_of_rows[..., length:])}
 
 
+def rope_positions(inner_model: Any, processor: Any, ids: Sequence[int], grids: Mapping[str, Tensor]) -> Tensor:
+    """Return the positions of a sequence of T tokens in time, rows and columns, [3, 1, T], as the model computes them.
+
+    Args:
+        inner_model: the model without its head, which has the method `get_rope_index`.
+        grids: the sizes of the images in patches, by the name of the method's argument.
+    """
+    input_ids = torch.tensor([list(ids)])
+    inputs = {"input_ids": input_ids, **processor.token_types(input_ids), **grids}
+    names = inspect.signature(inner_model.get_rope_index).parameters
+    positions, _ = inner_model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})
+    return positions
+
+
 def bare_model(model: Any) -> Any:
     """Return the model of transformers within DeepSpeed's engine and peft's wrapper."""
-    module = model.module if isinstance(getattr(model, "module", None), nn.Module) else model
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
+    return unwrap_model(model.module if isinstance(getattr(model, "module", None), nn.Module) else model)
 
 
 def new_cache(model: Any) -> DynamicCache:

@@ -131,8 +131,11 @@ class ScalesImages(Processor, Protocol):
     The additional members are optional. They serve the log and the messages.
     """
 
-    def prepare_with_scales(self, images: Iterable[Image.Image]) -> tuple[Prepared, tuple[float, ...]]:
-        """Prepare the images of one image set, and return the factor by which the sides of each image are scaled."""
+    def prepare_with_scales(self, images: Iterable[Image.Image]) -> tuple[Prepared, tuple[float | None, ...]]:
+        """Prepare the images of one image set, and return the factor by which the sides of each image are scaled.
+
+        A factor is None if it is unknown.
+        """
 
     def count_image_tokens(self, ids: Sequence[int]) -> int:
         """Return the number of tokens of a sequence that the model replaces by visual tokens."""

@@ -39,7 +39,7 @@ CALL_ARGUMENTS = frozenset({"return_tensors", "device", "data_format", "input_da
 
 
 class NoVideos(VideoProcessorMixin):
-    """Stands for the base's video processor. It keeps the configuration of the video processor and refuses videos.
+    """Replaces the base's video processor, which needs torchvision. It keeps the configuration and refuses videos.
 
     Args:
         configuration: the base's configuration of its video processor. None if the base's folder has none.
@@ -201,12 +201,12 @@ def load_image_processor(folder: Path, settings: Mapping[str, Any], backend: str
 
 
 def known_settings(image_processor: Any) -> list[str]:
-    """Return the words that a base's image processor has for its settings."""
+    """Return the names of the settings of a base's image processor."""
     return sorted(image_processor.valid_kwargs.__annotations__.keys() - CALL_ARGUMENTS)
 
 
 def check_settings(settings: Mapping[str, Any], image_processor: Any, processor_class: Any) -> None:
-    """Check the names of the settings.
+    """Check that the image processor knows and uses each setting.
 
     Raises:
         ParamsError: a setting is unknown, or the class of the processor always replaces it by its own value.
@@ -224,7 +224,7 @@ def check_settings(settings: Mapping[str, Any], image_processor: Any, processor_
 
 
 def video_configuration(folder: Path, configuration: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the configuration of the base's video processor, from the file that transformers would read it from."""
+    """Return the configuration of the base's video processor, from the same file as transformers. None without one."""
     nested_configuration = configuration.get("video_processor")
     if isinstance(nested_configuration, dict):
         return nested_configuration

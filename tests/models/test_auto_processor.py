@@ -14,11 +14,11 @@ from transformers.models.smolvlm import processing_smolvlm
 from transformers.utils import is_num2words_available, is_torchvision_available
 
 from m3diff.models.auto_processor import CHOICES, TOKEN_INPUTS, TOKEN_TYPES, ChatTemplateProcessor
+from m3diff.models.cached_prompts import rope_positions
 from m3diff.models.conformity import missing_members_of
 from m3diff.models.contract import Processor
 from m3diff.models.prepared import Prepared
 from m3diff.models.stock_processor import PIL, StockProcessor
-from m3diff.models.token_inputs import position_ids
 from m3diff.records.errors import DataError, ParamsError, ValueFault
 from m3diff.records.sample import Turn
 from tests.conftest import MadeOnce
@@ -194,11 +194,14 @@ def test_the_model_gives_the_logits_of_its_own_inputs_and_positions(load: Load, 
     inputs = own_inputs(processor, dialogue)
     if processor.token_type_name != "token_type_ids":
         inputs.pop("token_type_ids", None)  # of the tiny tokenizer's class; not of the published tokenizers
+    positions = torch.arange(len(ids))[None]
+    if hasattr(model.model, "get_rope_index"):
+        positions = rope_positions(model.model, processor, ids, images)
     with torch.no_grad():
         expected = model(**inputs).logits
         logits = model(
             input_ids=torch.tensor([ids]),
-            position_ids=position_ids(processor, model, ids, images),
+            position_ids=positions,
             **processor.token_types(torch.tensor([list(ids)])),
             **images,
         ).logits

@@ -65,7 +65,7 @@ class SharedFamily:
 
     @property
     def is_stock(self) -> bool:
-        """Whether transformers alone loads the folder, because it contains nothing of this project but its hashes."""
+        """Whether transformers alone can load the folder, which then contains no code of this project."""
         return self.processing is None
 
     def has_module(self, config: Mapping[str, Any]) -> bool:

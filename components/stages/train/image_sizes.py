@@ -26,6 +26,22 @@ READING_THREADS = 8  # headers are read from disks that may be slow
 MARGIN_OF_MARKS = 1.25
 
 
+def measure_texts(samples: Samples) -> pl.DataFrame:
+    """Return `images`, `turns` and `text_bytes` of each sample: its numbers of images and turns, and its texts' size.
+
+    A text has at most one token per byte, so a sample with few bytes need not be encoded to know that it is short.
+    """
+    turn = pl.element().struct
+    bytes_of_turn = turn.field("question").str.len_bytes() + turn.field("answer").str.len_bytes()
+    return samples.table.select(
+        images=pl.col("images").list.len(),
+        turns=pl.col("history").list.len() + 1,
+        text_bytes=pl.col("question").str.len_bytes()
+        + pl.col("answer").str.len_bytes()
+        + pl.col("history").list.eval(bytes_of_turn).list.sum(),
+    )
+
+
 @dataclass(frozen=True)
 class LongestSample:
     """The longest sample of a split.
@@ -60,7 +76,7 @@ def read_sizes(samples: Samples) -> dict[str, ImageSize]:
 
 
 def rows_by_sizes(samples: Samples, sizes: dict[str, ImageSize]) -> dict[SizesOfSet, list[int]]:
-    """Return the rows of the samples whose image sets have the same sizes, those of the largest area first."""
+    """Return the rows of the samples by the sizes of their images. The largest area comes first."""
     rows: dict[SizesOfSet, list[int]] = {}
     uris_of_rows = samples.table["images"].list.eval(pl.element().struct.field("uri")).to_list()
     for row, uris in enumerate(uris_of_rows):
@@ -114,31 +130,23 @@ def find_longest_sample(
 ) -> LongestSample | None:
     """Return the longest sample in tokens, or None if no sample is longer than `max_tokens`.
 
-    A text has at most one token per byte, so samples with few bytes are not encoded.
+    Samples with few bytes are not encoded.
 
     Args:
         rows: the result of `rows_by_sizes`.
     """
-    turn = pl.element().struct
-    bytes_of_turn = turn.field("question").str.len_bytes() + turn.field("answer").str.len_bytes()
-    table = samples.table.select(
-        turns=pl.col("history").list.len() + 1,
-        text_bytes=pl.col("question").str.len_bytes()
-        + pl.col("answer").str.len_bytes()
-        + pl.col("history").list.eval(bytes_of_turn).list.sum(),
-    )
+    table = measure_texts(samples)
     turns = table["turns"].to_list()
     text_bytes = table["text_bytes"].to_list()
     longest: LongestSample | None = None
     longest_tokens = max_tokens
     for sizes, rows_of_sizes in rows.items():
-        bytes_and_turns = {(turns[row], text_bytes[row]) for row in rows_of_sizes}
         most_turns = max(turns[row] for row in rows_of_sizes)
-        most_bytes = max(size for _, size in bytes_and_turns)
-        largest_marks = processor.marks(len(sizes))
-        if MARGIN_OF_MARKS * count_longest_branch(processor, (Turn(""),) * most_turns, largest_marks) + most_bytes <= (
-            longest_tokens
-        ):
+        most_bytes = max(text_bytes[row] for row in rows_of_sizes)
+        most_tokens_without_text = count_longest_branch(
+            processor, (Turn(""),) * most_turns, processor.marks(len(sizes))
+        )
+        if MARGIN_OF_MARKS * most_tokens_without_text + most_bytes <= longest_tokens:
             continue
         marks = prepare_marks(processor, sizes)
         tokens_without_text: dict[int, int] = {}  # by number of turns

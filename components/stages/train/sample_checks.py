@@ -23,6 +23,7 @@ from m3diff.stages.train.image_sizes import (
     count_tokens_in_couples,
     fault_of_long_sample,
     find_longest_sample,
+    measure_texts,
     read_sizes,
     rows_by_sizes,
 )
@@ -132,24 +133,15 @@ def check_largest_images(samples: Samples, processor: Processor, max_tokens: int
 def _check_lengths(samples: Samples, processor: Processor, max_tokens: int) -> None:
     """Check that no sample is longer than `max_tokens`.
 
-    Most samples are not encoded: a text has at most one token per byte, so a sample with few bytes cannot be too long.
+    Most samples are not encoded, because a sample with few bytes cannot be too long; see `measure_texts`.
 
     Raises:
         ParamsError: a sample is too long. The longest one is named.
     """
-    turn = pl.element().struct
-    bytes_of_turn = turn.field("question").str.len_bytes() + turn.field("answer").str.len_bytes()
-    table = samples.table.select(
-        images=pl.col("images").list.len(),
-        turns=pl.col("history").list.len() + 1,
-        text_bytes=pl.col("question").str.len_bytes()
-        + pl.col("answer").str.len_bytes()
-        + pl.col("history").list.eval(bytes_of_turn).list.sum(),
-    )
     longest_row: int | None = None
     longest_tokens = max_tokens
     tokens_without_text: dict[tuple[int, int], int] = {}  # by number of images and turns
-    for row, (images, turns, text_bytes) in enumerate(table.iter_rows()):
+    for row, (images, turns, text_bytes) in enumerate(measure_texts(samples).iter_rows()):
         if (images, turns) not in tokens_without_text:
             marks = processor.marks(images)
             tokens_without_text[images, turns] = count_longest_branch(processor, (Turn(""),) * turns, marks)

@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import polars as pl
 import pytest
@@ -186,3 +187,19 @@ def test_the_images_of_few_sequences_are_prepared_to_estimate_the_length_of_an_e
     training.loader.prepare_images = prepare_images  # type: ignore[method-assign]
     training.measure_lengths()
     assert len(prepared_sequences) == COUNTED_SEQUENCES_WITH_IMAGES
+
+
+def test_an_unknown_scale_is_called_unknown(tmp_path, processor, monkeypatch):
+    """The image processor of LFM2-VL resizes images in a function that cannot be watched."""
+    own_prepare = processor.prepare_with_scales
+
+    def prepare_without_scales(images: Any) -> Any:
+        prepared, scales = own_prepare(images)
+        return prepared, (None,) * len(scales)
+
+    monkeypatch.setattr(processor, "prepare_with_scales", prepare_without_scales)
+    samples = samples_of(tmp_path, ((SMALL, SMALL), "a"))
+    figures = measure_images(samples, samples.image_sets(), processor)
+    assert figures is not None
+    assert figures.scaled_down_share is None
+    assert "unknown" in str(figures)
