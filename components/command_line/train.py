@@ -21,6 +21,7 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     from m3diff.models import FAMILIES
     from m3diff.models.checkpoint import check_base
     from m3diff.registry.tracking import log_curves_while_training
+    from m3diff.settings.section import ParamsError, prefix_key
     from m3diff.stages.convert.stage import require_test_pairs
     from m3diff.stages.train.stage import train
 
@@ -28,7 +29,10 @@ def _run(params: Params, args: argparse.Namespace) -> None:
     require_test_pairs(paths.mixture, params.promote.protocol)
     check_base(params.train.base)
     planned_run = Run.from_params(params)
-    FAMILIES[planned_run.settings.family].check_base(params.train.base, planned_run.settings)
+    try:
+        FAMILIES[planned_run.settings.family].check_base(params.train.base, planned_run.settings)
+    except ParamsError as error:
+        raise ParamsError(prefix_key(f"models.{params.train.model}", error.fault)) from error
     check_memory(planned_run)
     warnings = warnings_before_training(planned_run)
     for warning in warnings:
