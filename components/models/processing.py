@@ -133,7 +133,8 @@ class M3DiffImageProcessor(NormalisedImages):
         """Pad and resize an image, and return it as uint8 [side, side, 3]."""
         from PIL import Image
 
-        image = image.convert("RGB")
+        if image.mode != "RGB":
+            image = image.convert("RGB")
         longest = max(image.size)
         if image.width != image.height:
             ground = Image.new("RGB", (longest, longest), tuple(int(mean * 255) for mean in self.image_mean))

@@ -9,6 +9,7 @@ it writes leaves no folder with this name, and never one that lacks some parts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.files import new_folder, open_atomically
+from m3diff.records.progress import prefetch
 
 PART_ROWS = 16_384
 ROW_GROUP = 16_384  # rows per row group: few enough to read one pair quickly, enough to compress well
+WRITERS = 2  # parts that are compressed at once, each in a thread
 
 
 def part_paths(table: Path) -> list[Path]:
@@ -47,18 +50,27 @@ def write_table(rows: pa.Table, table: Path) -> None:
 
 
 def write_parts(parts: Iterable[pa.Table], table: Path) -> None:
-    """Write a table part by part. The parts are computed one at a time, so that they are not all in memory.
+    """Write a table part by part. At most WRITERS parts are in memory, besides the one that is being computed.
 
     Args:
         parts: the rows of each part. Without parts, the table is an empty folder.
         table: folder of the table. An existing table is replaced.
     """
-    with new_folder(table) as folder:
+    with new_folder(table) as folder, ThreadPoolExecutor(WRITERS) as pool:
         folder.mkdir()
-        for number, part in enumerate(parts):
-            # flushed to disk, because a rename may outlive a power failure that the content does not
-            with open_atomically(folder / f"{number:05d}.parquet") as file:
-                pq.write_table(part, file, compression="zstd", row_group_size=ROW_GROUP)
+
+        def submit(numbered_part: tuple[int, pa.Table]) -> list[Future[None]]:
+            number, part = numbered_part
+            return [pool.submit(_write_part, part, folder / f"{number:05d}.parquet")]
+
+        for _ in prefetch(submit, enumerate(parts), count=WRITERS - 1):
+            pass  # raises the error of a writer
+
+
+def _write_part(part: pa.Table, file: Path) -> None:
+    # flushed to disk, because a rename may outlive a power failure that the content does not
+    with open_atomically(file) as stream:
+        pq.write_table(part, stream, compression="zstd", row_group_size=ROW_GROUP)
 
 
 def part_bounds(image_sets: pa.ChunkedArray | pa.Array, part_rows: int) -> list[tuple[int, int]]:

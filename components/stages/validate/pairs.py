@@ -88,14 +88,14 @@ def compare_images_of_pairs(
         `no_change_reason`, which is the reason why the pair does not show a change, or null if it shows one.
     """
     similar_pairs = pairs.filter(_have_similar_thumbnails(pairs))
-    texts = table[similar_pairs["row"]].select("references", "change_types", "question")
+    texts = table.select("references", "change_types", "question")[similar_pairs["row"]]
     # The answer to a question, such as "yes", does not say whether anything changed
     describes_change = [
         question is None and captions_describe_change(references, types)
         for references, types, question in texts.iter_rows()
     ]
     candidates = similar_pairs.filter(pl.Series(describes_change, dtype=pl.Boolean))
-    digests = table[candidates["row"]].select(before_sha256="image_1_sha256", after_sha256="image_2_sha256")
+    digests = table.select(before_sha256="image_1_sha256", after_sha256="image_2_sha256")[candidates["row"]]
     compared_pairs = candidates.select("row", "before", "after").hstack(digests)
     likeness = compare_pairs(compared_pairs, compare_px, cache, stage)
     has_same_bytes = compared_pairs["before_sha256"] == compared_pairs["after_sha256"]
@@ -136,7 +136,7 @@ def list_findings(
         images: verdicts on image files, as `check_images` returns them.
     """
     columns = ["dataset", "source", "question", "image_set"]
-    pairs = pairs.hstack(table[pairs["row"]].select(*columns, before_sha256="image_1_sha256"))
+    pairs = pairs.hstack(table.select(*columns, before_sha256="image_1_sha256")[pairs["row"]])
     # Several questions about a pair are one pair
     pairs = pairs.filter(pl.col("question").is_null() | pl.col("image_set").is_first_distinct())
     unchanged_pairs = likeness.filter(pl.col("no_change_reason").is_not_null())

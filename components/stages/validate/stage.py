@@ -408,7 +408,7 @@ def _write_frame(frame: pl.DataFrame, schema: pa.Schema, table: Path) -> None:
 def _split_rows(check_results: CheckResults) -> SplitRows:
     """Divide the checked rows into clean and bad rows, and normalize the white space in references of clean rows."""
     rows = check_results.records.with_row_index("row")
-    clean = rows.join(check_results.quarantined_rows, on="row", how="anti").sort("row")
+    clean = rows.join(check_results.quarantined_rows, on="row", how="anti", maintain_order="left")
     quarantine = rows.join(check_results.quarantined_rows, on="row", how="inner").sort("row")
     references = clean.select("row", "references").explode("references", empty_as_null=False)
     respaced_text = pl.col("references").str.replace_all(WHITE_SPACE, " ").str.strip_chars(" ")

@@ -40,9 +40,9 @@ def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFr
     valid_images = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
     contents = ("content", "content_after")
     return (
-        records.with_row_index("row")
-        .filter(pl.col("image_2").is_not_null())
-        .select("row", "id", "split", before="image_1", after="image_2")
+        records.select("id", "split", before="image_1", after="image_2")
+        .with_row_index("row")
+        .filter(pl.col("after").is_not_null())
         .join(valid_images, left_on="before", right_on="path")
         .join(valid_images, left_on="after", right_on="path", suffix="_after")
         .with_columns(low=pl.min_horizontal(contents), high=pl.max_horizontal(contents))
@@ -52,13 +52,17 @@ def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFr
 
 def select_valid_singles(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
     """Return the records with a single image that is valid, as pairs of this image, in the form of `find_twins`."""
-    valid_images = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
+    singles = (
+        records.select("id", "split", "image_count", before="image_1", after="image_1")
+        .with_row_index("row")
+        .filter(pl.col("image_count") == 1)
+        .drop("image_count")
+    )
+    valid_images = images.filter(pl.col("path").is_in(singles["before"].implode()), verdict=OK)
+    valid_images = valid_images.select("path", "thumb", content=pl.col("digest").rank("dense"))
     contents = {name: pl.col("content") for name in ("content_after", "low", "high")}
     return (
-        records.with_row_index("row")
-        .filter(pl.col("image_count") == 1)
-        .select("row", "id", "split", before="image_1", after="image_1")
-        .join(valid_images, left_on="before", right_on="path")
+        singles.join(valid_images, left_on="before", right_on="path")
         .with_columns(thumb_after="thumb", **contents)
         .sort("row")
     )

@@ -1,5 +1,6 @@
 """The plans of the shipped profiles agree with figures that were counted by hand."""
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from m3diff.commands.plan import Plan, Run, check_fits, make_plan, plan_alignmen
 from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
 from tests.commands.plan.conftest import TERA
+from tests.conftest import MadeOnce
 from tests.toy import REPOSITORY
 
 PAPER_TFLOPS = {  # of one sequence of 1,504 tokens, forward and backward
@@ -30,14 +32,20 @@ def plan_of_profile(name: str) -> Plan:
     return plan
 
 
-@pytest.fixture(scope="module")
-def paper() -> Plan:
-    return plan_of_profile("paper")
+def plan_once(name: str, made_once: MadeOnce) -> Plan:
+    """Return the plan of a profile, which takes ten seconds and is made by one of pytest's workers."""
+    file = made_once(f"plan-{name}", lambda file: file.write_bytes(pickle.dumps(plan_of_profile(name))))
+    return pickle.loads(file.read_bytes())
 
 
 @pytest.fixture(scope="module")
-def one_gpu() -> Plan:
-    return plan_of_profile("one-gpu")
+def paper(made_once: MadeOnce) -> Plan:
+    return plan_once("paper", made_once)
+
+
+@pytest.fixture(scope="module")
+def one_gpu(made_once: MadeOnce) -> Plan:
+    return plan_once("one-gpu", made_once)
 
 
 def tflops_per_sequence(plan: Plan) -> float:

@@ -252,6 +252,15 @@ def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
             assert torch.equal(batch.packed.input_ids, want.packed.input_ids)
 
 
+def test_each_thread_of_a_loader_computes_alone_and_the_training_step_in_its_threads(loader):
+    torch.set_num_threads(2)
+    try:
+        assert loader.pool.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)  # as in every test
+
+
 def test_a_micro_batch_leaves_the_threads_as_kernel_and_gpu_take_it(loader, monkeypatch):
     loading_threads: set[str] = set()
 
