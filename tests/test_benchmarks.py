@@ -216,6 +216,7 @@ def test_the_images_of_a_pair_of_the_mixture_differ_in_every_cell_of_the_thumbna
         assert (after - before).min() > 20, row["before"]
 
 
+@pytest.mark.slow(5)
 def test_inputs_that_an_interrupted_call_left_are_written_again(tmp_path):
     unfinished = tmp_path / "pictures.unfinished"
     unfinished.mkdir()

@@ -50,6 +50,7 @@ from tests.layouts import write_record_table
 from tests.prepared_sets import SET_BYTES, PreparedSets
 from tests.servers import free_port
 from tests.stages.register.forks import KILLED, Forks
+from tests.tiers import slow_except
 from tests.toy import change, store
 
 
@@ -218,7 +219,7 @@ def test_run_and_version_have_all_tags_of_the_lineage_which_a_new_evaluation_cha
 
 
 @pytest.mark.fault("T10")
-@pytest.mark.parametrize("deletion", ["experiment", "run"])
+@pytest.mark.parametrize("deletion", slow_except(["experiment", "run"], "experiment"))
 def test_a_deleted_experiment_or_run_is_an_error_until_it_is_restored(open_registry, capsys, deletion):
     if deletion == "run":
         open_registry.client.delete_run(open_registry.register().run_id)
