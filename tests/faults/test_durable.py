@@ -53,7 +53,7 @@ PLAIN = {
     "components/records/files.py open_atomically": "see RENAMED",
     "components/records/copies.py copy_folder": "into a new folder, which its caller marks complete",
     "components/records/copies.py link_or_copy": "in a temporary folder",
-    "components/records/tables.py write_parts": "in a new folder, see RENAMED",
+    "components/records/tables.py _write_part": "in a new folder, see RENAMED",
     "components/registry/tracking.py connect": "a lock",
     "flows/runtime.py write_to_worker_log": "a log",
     "flows/watch.py update_sources": "in a worktree, whose `.dvc` files are committed when all is copied",
