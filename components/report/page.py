@@ -137,7 +137,9 @@ def page_values(content: PageContent, images: Path, embedded_mb: int) -> dict[st
         change_scores=change_scores(),
         overview=overview_table(scores, columns.main_scores, descriptions, content.notes),
         parts=parts,
-        retention=describe_retention(content.report.retention, content.retention, content.retention_of_base, rights),
+        retention=describe_retention(
+            content.report.retention, content.retention, content.retention_of_base, content.specs, rights
+        ),
         published=[part for part in parts if part["published"] and part["is_main_protocol"]],
         confusion=confusion_table(grammar_captions(content, first_protocol)),
         gallery=gallery | {"first": FIRST_CARDS},

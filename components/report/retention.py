@@ -4,11 +4,13 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from m3diff.datasets.spec import DatasetSpec
 from m3diff.report.images import ImageRights, draw_images
 from m3diff.report.tables import Table, TableRow, file_name_of_protocol, make_cell
 from m3diff.scoring.metrics import HEADLINE_SCORES
 from m3diff.scoring.metrics.answers import is_exact_match
 from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.protocols import select_protocols
 from m3diff.scoring.results import ModelAndBaseScore, RetentionScores
 
 MAX_EXAMPLES = 4  # maximum number of lost answers per dataset
@@ -18,26 +20,31 @@ def describe_retention(
     scores: Mapping[str, RetentionScores],
     pairs: Sequence[EvalPair],
     pairs_of_base: Sequence[EvalPair],
+    specs: Mapping[str, DatasetSpec],
     rights: Mapping[str, ImageRights],
 ) -> list[dict[str, Any]]:
     """Return the page's part for each retention dataset: its protocol, table and examples.
+
+    Only the records of the protocol count, as in its scores.
 
     Args:
         scores: scores of the model and its base by protocol.
         pairs: records of retention datasets with the model's predictions.
         pairs_of_base: the same records with the base's predictions.
+        specs: specs of the datasets, by dataset.
         rights: image rights by dataset.
 
     Raises:
         DataError: an image of an example is missing or changed since ingest.
     """
+    pairs_by_protocol = {protocol.name: protocol.pairs for protocol in select_protocols(pairs, specs)}
+    base_by_protocol = {protocol.name: protocol.pairs for protocol in select_protocols(pairs_of_base, specs)}
     parts = []
     for protocol, protocol_scores in scores.items():
-        dataset = protocol.partition("/")[0]
         lost_answers = []
         kept_answers = 0
-        for pair, pair_of_base in zip(pairs, pairs_of_base, strict=True):
-            if pair.dataset != dataset or not is_exact_match(pair_of_base.prediction, pair.references):
+        for pair, pair_of_base in zip(pairs_by_protocol[protocol], base_by_protocol[protocol], strict=True):
+            if not is_exact_match(pair_of_base.prediction, pair.references):
                 continue
             if is_exact_match(pair.prediction, pair.references):
                 kept_answers += 1

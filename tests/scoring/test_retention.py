@@ -1,6 +1,7 @@
 """Compare a model with its base on what the base could do: scores, intervals, files, the page, and faulty files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.commands.compare import read_run
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring import bootstrap, run
 from m3diff.scoring.pairs import load_pairs
@@ -125,6 +128,14 @@ def test_the_page_shows_the_change_and_examples_of_lost_answers(folders, tmp_pat
     assert "How many cubes are there? base 2 this model the cube turned blue" in text
     assert "How many balls are there?" not in text, "the base did not know the answer"
     assert section.count("<img ") == 2
+
+
+def test_the_page_counts_the_lost_answers_of_the_scored_protocol_alone(folders, tmp_path, monkeypatch):
+    protocols = (Protocol("counts", None, kinds=("count",)), Protocol("all", None))
+    monkeypatch.setitem(DATASETS, "pairs", replace(DATASETS["pairs"], protocols=protocols))
+    assert "skills/counts" in run_evaluate(folders, tmp_path / "out")["retention"]
+    text = text_of((tmp_path / "out/report.html").read_text())
+    assert "Of the 1 answer of the base that equal a reference, the model still gives 0." in text
 
 
 def test_without_a_retention_dataset_the_page_has_no_such_section(folders, tmp_path):

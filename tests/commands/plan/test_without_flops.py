@@ -158,7 +158,7 @@ def test_without_a_base_or_a_mixture_the_plan_says_what_is_missing(run, tmp_path
     assert plan.sequences > 0
 
 
-def test_a_run_whose_weights_fill_a_gpu_is_refused_and_activations_are_called_unknown(run):
+def test_a_run_whose_weights_fill_a_gpu_is_refused(run):
     plan = plan_run(run)
     needed_gb = plan.memory_total_gb
     check_fits(run.compute, plan, needed_gb / (1 - RESERVE) * 1.01)
