@@ -150,7 +150,10 @@ REPEATS = {
     "half of the pairs": (["there is a difference"] * 12 + VARIED, 12),
     "every pair": (["something changed"] * 16, 16),
     "most pairs, with one other text": (["the lamp is gone"] * 10 + ["a car left"] * 8, 10),
-    "one text in several spellings": (["Something changed."] * 6 + ["something  changed"] * 6 + VARIED, 12),
+    "one text in several spellings": (
+        ["Something changed.", "something  changed", "SOMETHING changed!"] * 4 + VARIED,
+        12,
+    ),
     "two fifths": (["the scene differs"] * 8 + VARIED, 8),
     "a few of many": (["the lamp is gone"] * 8 + VARIED * 4, 0),
     "a small set": (["the lamp is gone"] * 15, 0),

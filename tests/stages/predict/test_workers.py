@@ -369,6 +369,16 @@ def test_what_dead_workers_left_is_dealt_again_until_too_many_died(model, mixtur
     assert {int(row["caption"].removeprefix("of ")) for row in rows} == {*range(5), *range(10, 15)}
 
 
+def test_a_batch_with_too_few_answers_ends_the_stage(model, mixture, tmp_path, monkeypatch):
+    def leave_one_out(job: CaptionJob, batches: list[Batch]) -> Iterator[tuple[int, list[Any]]]:
+        for number, predictions in caption_batches(job, batches):
+            yield number, predictions[:-1]
+
+    monkeypatch.setattr(stage, "caption_batches", leave_one_out)
+    with pytest.raises(ValueError, match="shorter"):
+        predict(settings(), compute(tmp_path), mixture, model, tmp_path / "out")
+
+
 def test_ray_is_ended_whatever_happens(checkpoint, mixture, monkeypatch):
     ended: list[str] = []
     monkeypatch.setattr(stage, "start_ray", lambda compute: ended.append("start"))
