@@ -242,6 +242,12 @@ def test_a_version_of_another_training_has_no_examples_from_the_checkout(tag, re
     assert card.sentences()[0] == "Trained on pairs of mini."
 
 
+def test_the_datasets_of_a_version_without_a_record_are_in_alphabetical_order(registered):
+    registered.version.tags |= {"dvc.data": "another", "dvc.raw.clevr": "x", "dvc.raw.birds": "x"}
+    card = build_model_card(PARAMS, registered.source)
+    assert [data.dataset for data in card.trained_on] == ["birds", "clevr", "mini"]
+
+
 def test_a_version_whose_record_cannot_be_looked_up_is_served_with_its_name(registered, monkeypatch):
     def refuse(*arguments: Any) -> Any:
         raise ConnectionError("MLflow is away")

@@ -177,6 +177,12 @@ def test_what_is_no_text_is_passed_over():
     assert [odd.kind for odd in find_odd_captions(rows)] == ["chat"]
 
 
+def test_pairs_without_a_caption_are_left_out_with_a_count_and_the_first(tmp_path, capsys):
+    root = write_table(tmp_path / "own", 4, captions=lambda n: "n/a" if n in (1, 2) else f"it fell {n}")
+    run_ingest(root, "pairs", "own", no_caption=["n/a"])
+    assert "2 pairs without a caption are left out; the first is pairs.csv, line 3" in capsys.readouterr().out
+
+
 def test_a_test_split_asks_and_a_training_split_is_counted(tmp_path, capsys):
     text = "I'm sorry, I can't help with that."
     train = write_table(tmp_path / "train", 3, captions=lambda n: text if n == 0 else f"it fell {n}")
