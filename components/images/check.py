@@ -87,7 +87,7 @@ def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> 
         cache: Parquet file that caches verdicts. The file is read and then replaced. It may be missing or damaged.
         stage: name of the stage, for the progress line.
     """
-    rows = [(path, *_read_stat(path)) for path in paths.drop_nulls().unique().sort().to_list()]
+    rows = [(path, *_read_stat(path)) for path in paths.drop_nulls().unique().sort()]
     stats = pl.DataFrame(rows, schema=STAT | {"verdict": pl.String, "code": pl.String}, orient="row")
     unusable_paths = stats.filter(pl.col("verdict").is_not_null())
     files = stats.filter(pl.col("verdict").is_null()).drop("verdict", "code")

@@ -56,7 +56,7 @@ class StatisticsColumn:
         }
 
     def score(self, rows: Sequence[Sequence[float]], resampled: Mapping[str, Resampled]) -> dict[str, Value]:
-        """Compute the scores of some records from their statistics. An undefined score is None."""
+        """Return the scores of the records with these statistics. The value of an undefined score is None."""
         sums = np.sum(np.asarray(rows, dtype=np.float64).reshape(-1, len(self.fields)), axis=0)
         values = {name: float(score.score(sums)) for name, score in resampled.items()}
         return {name: None if np.isnan(value) else value for name, value in values.items()}

@@ -20,7 +20,7 @@ too.
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
 from pathlib import Path
@@ -277,7 +277,7 @@ def _count_questions(rows: pl.Series, records: pl.DataFrame) -> dict[str, dict[s
 def _load_records(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:
     """Return the clean records, and check that all of them belong to datasets of the run."""
     records = pl.DataFrame(load_table(path, RECORD_SCHEMA, "validate", if_empty="convert.no_clean_record"))
-    foreign_datasets = set(records["dataset"].unique()) - entries.keys()
+    foreign_datasets = set(records["dataset"]) - entries.keys()
     if foreign_datasets:
         raise DataError("convert.foreign_datasets", path=path, names=sorted(foreign_datasets))
     return records
@@ -479,11 +479,11 @@ def draw_keys(seed: int, records: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame({"image_set_key": image_set_key, "record_key": record_key})
 
 
-def id_keys(seed: int, ids: pl.Series) -> pl.Series:
+def id_keys(seed: int, ids: Iterable[str]) -> pl.Series:
     """Return a 64-bit hash of each id as a series of UInt64. The hash is BLAKE2b, with the seed as its key."""
     keyed_hash = hashlib.blake2b(digest_size=8, key=str(seed).encode())
     digests = []
-    for sample_id in ids.to_list():  # iterating over a series takes several times as long
+    for sample_id in ids:
         id_hash = keyed_hash.copy()
         id_hash.update(sample_id.encode())
         digests.append(id_hash.digest())

@@ -124,7 +124,7 @@ class Samples:
 
     @cached_property
     def has_history(self) -> np.ndarray:
-        """Whether each sample has turns before its question. Most have none, and reading them takes long."""
+        """Whether a sample has earlier turns, [samples] bool. `turns` does not read the history of other samples."""
         return (self.table["history"].list.len() > 0).to_numpy()
 
     def _find_singles(self) -> dict[str, SingleImages]:
@@ -338,10 +338,10 @@ def compute_in_one_thread() -> None:
     """Let torch compute in the calling thread only, as PyTorch's DataLoader does in its workers.
 
     Otherwise, each thread of a loader starts OpenMP threads of its own. If a process then has more of them than the
-    machine has cores, OpenMP lets all threads sleep instead of spin between operations, including those of the training
-    step. On two cores, a step of the embedded model then takes 1.4 times as long.
+    machine has cores, OpenMP puts all threads to sleep between operations instead of letting them spin, including those
+    of the training step. On two cores, a step of the embedded model then takes 1.4 times as long.
     """
-    torch.set_num_threads(1)  # affects this thread, and threads that are started later
+    torch.set_num_threads(1)  # applies to this thread and to threads that start later
 
 
 class Loader:
@@ -367,7 +367,9 @@ class Loader:
         self.packing = packing
         self.device = device
         self.augment = augment
-        self.pool = ThreadPoolExecutor(max(1, threads), "load", compute_in_one_thread)
+        self.pool = ThreadPoolExecutor(
+            max_workers=max(1, threads), thread_name_prefix="load", initializer=compute_in_one_thread
+        )
         # image sets, and not images, because a processor may prepare the images of a set depending on each other
         cache: LRUCache[Any, Prepared] = LRUCache(CACHED_BYTES, getsizeof=lambda prepared: prepared.nbytes)
         self.prepared = cached(cache, lock=Lock())(self._prepare)

@@ -88,6 +88,7 @@ def compare_images_of_pairs(
         `no_change_reason`, which is the reason why the pair does not show a change, or null if it shows one.
     """
     similar_pairs = pairs.filter(_have_similar_thumbnails(pairs))
+    # The columns are selected first, because gathering the rows of nested columns takes long
     texts = table.select("references", "change_types", "question")[similar_pairs["row"]]
     # The answer to a question, such as "yes", does not say whether anything changed
     describes_change = [

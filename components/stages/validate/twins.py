@@ -37,7 +37,7 @@ def select_valid_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFr
         the numbers of the image contents `content` and `content_after`. `low` and `high` are the same two numbers in
         ascending order.
     """
-    valid_images = images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
+    valid_images = _number_contents(images)
     contents = ("content", "content_after")
     return (
         records.select("id", "split", before="image_1", after="image_2")
@@ -58,14 +58,18 @@ def select_valid_singles(records: pl.DataFrame, images: pl.DataFrame) -> pl.Data
         .filter(pl.col("image_count") == 1)
         .drop("image_count")
     )
-    valid_images = images.filter(pl.col("path").is_in(singles["before"].implode()), verdict=OK)
-    valid_images = valid_images.select("path", "thumb", content=pl.col("digest").rank("dense"))
+    valid_images = _number_contents(images.filter(pl.col("path").is_in(singles["before"].implode())))
     contents = {name: pl.col("content") for name in ("content_after", "low", "high")}
     return (
         singles.join(valid_images, left_on="before", right_on="path")
         .with_columns(thumb_after="thumb", **contents)
         .sort("row")
     )
+
+
+def _number_contents(images: pl.DataFrame) -> pl.DataFrame:
+    """Return `path` and `thumb` of the valid images, and `content`, a number for each distinct image content."""
+    return images.filter(verdict=OK).select("path", "thumb", content=pl.col("digest").rank("dense"))
 
 
 def find_twins(pairs: pl.DataFrame, split: str, searched_split: str, max_diff: int | None) -> pl.DataFrame:

@@ -252,7 +252,7 @@ def test_the_stream_gives_each_step_augmented_as_its_epoch_says(loader):
             assert torch.equal(batch.packed.input_ids, want.packed.input_ids)
 
 
-def test_each_thread_of_a_loader_computes_alone_and_the_training_step_in_its_threads(loader):
+def test_loading_threads_compute_alone_and_leave_the_threads_of_the_training_step(loader):
     torch.set_num_threads(2)
     try:
         assert loader.pool.submit(torch.get_num_threads).result() == 1
