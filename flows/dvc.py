@@ -435,17 +435,14 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def check_remotes() -> None:
-    """Check that each remote responds, by looking up the few outputs that are not folders.
+    """Check that each remote responds, by looking up the outputs. Of a folder, only the file list is looked up.
 
     Raises:
         ParamsError: a remote does not respond.
     """
     for remote, outputs in outputs_by_remote().items():
-        files = {path: md5 for path, md5 in outputs.items() if not md5.endswith(".dir")}
-        if not files:
-            continue
         try:
-            find_missing_files(files, remote)
+            find_missing_files(outputs, remote)
         except DvcError as error:
             raise ParamsError("flows.remote_not_answering", remote=remote, fault=error.fault) from error
 

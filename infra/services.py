@@ -149,7 +149,6 @@ def keep() -> None:
         wait_until_up(server, running[server.name], server.log)
     if admin := mlflow_admin():
         prepare_worker_user(mlflow.url, admin, worker_password_file())
-    os.environ.update(prefect_client_variables())
     deploy()
     running[worker.name] = start_service(worker)
     restarts = [Restart(service, running[service.name], server=prefect) for service in (prefect, mlflow, worker)]
@@ -201,11 +200,12 @@ class Restart:
 
 
 def deploy() -> None:
-    """Register the work pool and the deployments in prefect.yaml with the server at PREFECT_API_URL.
+    """Register the work pool and the deployments in prefect.yaml with this project's server.
 
     A deployment is updated only if its entry, its flow's parameters or the path of this folder has changed. Otherwise,
     changes that were made on Prefect's page are kept.
     """
+    os.environ.update(prefect_client_variables())  # before the import, because Prefect reads its settings there
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.client.schemas.filters import FlowFilter

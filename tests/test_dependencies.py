@@ -208,7 +208,7 @@ CHANGES: dict[str, tuple[tuple[Callable[[Path], None], ...], list[str], list[str
     # what changed: how, the stages that `dvc status` names, the stages that `dvc repro` runs
     "what no stage reads": (CHANGES_OF_NO_STAGE, [], []),
     "code that no stage runs": (CHANGES_OF_CODE_ONLY, ["code"], ["code"]),
-    "base": ((append_to("data/00_base/config.json"),), ["pretrain", "train"], TRAIN),
+    "base": ((append_to("data/00_base/config.json"),), ["pretrain", "train", "predict"], TRAIN),
     "questions": ((append_to("profiles/questions.yaml"),), ["convert"], CONVERT),
     "grammar": ((append_to("data/01_raw/real/grammar.json"),), INGEST[:1], [*INGEST, "evaluate"]),
     "image that trains": ((redraw_image(0),), INGEST[:1], [*INGEST, *CONVERT]),

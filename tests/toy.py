@@ -20,17 +20,40 @@ TOTAL = "minichange/total"
 SIDES = {"before": "images", "after": "sc_images"}
 
 MODEL = '''
+from m3diff.records.sample import Turn
+
+
 class Captioner:
-    """Says its word, what it is asked and the colour of the middle of each image, in so many characters at most."""
+    """Says its word, the colour of the middle of each image and the question, in so many characters at most."""
 
     def __init__(self, word, length):
         self.word, self.length = word, length
+        self.processor = self
 
-    def caption(self, pairs, question="What changed?"):
-        return [self.say(question, before, after)[: self.length] for before, after in pairs]
+    def caption(self, image_sets):
+        prepared = [self.prepare(images) for images in image_sets]
+        return self.answer_in_parts(prepared, [(self.ask(None),)] * len(prepared))
 
-    def say(self, question, before, after):
-        return f"{self.word} {self.colour(before)} became {self.colour(after)}. {question}"
+    def ask(self, question):
+        return Turn(question or "What changed?")
+
+    def fault_of_sample(self, images, question, earlier_turns=0):
+        return None
+
+    def marks(self, images):
+        return ["<image>"] * images
+
+    def encode_prompt(self, turns, marks):
+        return (0,) * len(marks)
+
+    def prepare(self, images):
+        return [self.colour(image) for image in images]
+
+    def answer_in_parts(self, prepared, dialogues):
+        return [self.say(colours, turns[-1].question) for colours, turns in zip(prepared, dialogues)]
+
+    def say(self, colours, question):
+        return f"{self.word} {' became '.join(colours)}. {question}"[: self.length]
 
     def colour(self, image):
         return "%d/%d/%d" % image.getpixel((image.width // 2, image.height // 2))
@@ -39,14 +62,6 @@ class Captioner:
 def load_captioner(checkpoint, max_new_tokens=64, device=None, base=None):
     return Captioner((checkpoint / "word.txt").read_text(), max_new_tokens)
 '''
-
-IMAGES = """
-from PIL import Image
-
-
-def load_image(path, sha256=None):
-    return Image.open(path).convert("RGB")
-"""
 
 FRESH = """
 import json, sys
@@ -67,7 +82,6 @@ def build(root: Path) -> Path:
         shutil.copytree(REPOSITORY / folder, root / folder, ignore=ignore)
     (root / "m3diff").symlink_to("components")
     (root / "components" / "models" / "generation.py").write_text(MODEL)
-    (root / "components" / "models" / "images.py").write_text(IMAGES)
     for name in FILES:
         shutil.copy(REPOSITORY / name, root / name)
     shutil.copy(__file__, root / "toy.py")
@@ -269,12 +283,13 @@ def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
 
 
 def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
-    from m3diff.models import generation, images
+    from m3diff.images.open import load_image
+    from m3diff.models import generation
 
     captioner = generation.load_captioner(paths["model"] / "checkpoint", params["predict"]["max_new_tokens"])
     rows = []
     for sample in read_rows(paths["mixture"] / "test" / "00000.parquet"):
-        pair = tuple(images.load_image(image["uri"]) for image in sample["images"])
+        pair = tuple(load_image(image["uri"]) for image in sample["images"])
         rows.append({"image_id": sample["id"], "caption": captioner.caption([pair])[0]})
     for file in ("predictions.json", "predictions_shuffled.json", "predictions_reversed.json"):
         (paths["predictions"] / file).write_text(json.dumps(rows))

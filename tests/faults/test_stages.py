@@ -231,6 +231,8 @@ for command in {commands}:
 """
 
 FLOW = """
+from flows.runtime import prepare
+prepare()
 from flows import dvc
 from m3diff.provenance.git import git
 from flows.workspace import workspace

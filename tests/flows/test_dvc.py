@@ -94,20 +94,20 @@ def test_a_failed_push_is_repeated_and_check_remotes_finds_a_silent_remote(proje
         dvc.check_remotes()
 
 
-def test_a_remote_that_does_not_answer_is_found_by_its_files_that_are_no_folders(monkeypatch):
+@pytest.mark.parametrize("output", [{"data/a.json": "1" * 32}, {"data/raw": "2" * 32 + ".dir"}])
+def test_a_remote_that_does_not_answer_is_found_by_its_outputs(monkeypatch, output):
     searches = []
 
     def search(files: dict[str, str], remote: str) -> None:
         searches.append((files, remote))
-        raise dvc.DvcError.of_command("dvc status", 255, ["no route to host"])
+        if remote == "silent":
+            raise dvc.DvcError.of_command("dvc status", 255, ["no route to host"])
 
-    file = {"data/a.json": "1" * 32}
-    folder = {"data/raw": "2" * 32 + ".dir"}
-    monkeypatch.setattr(dvc, "outputs_by_remote", lambda: {"folders": folder, "store": file | folder})
+    monkeypatch.setattr(dvc, "outputs_by_remote", lambda: {"store": output, "silent": output})
     monkeypatch.setattr(dvc, "find_missing_files", search)
-    with raises(ParamsError, "flows.remote_not_answering", remote="store"):
+    with raises(ParamsError, "flows.remote_not_answering", remote="silent"):
         dvc.check_remotes()
-    assert searches == [(file, "store")]
+    assert searches == [(output, "store"), (output, "silent")]
 
 
 def test_the_commit_holds_the_lock_and_the_metrics_and_no_folder_of_the_checkout(project, tmp_path):

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import httpx
@@ -38,8 +39,9 @@ from tests.servers import Listener, Machine, ask_prefect, prefect_server, servic
 from tests.toy import REPOSITORY, load_and_caption, store
 
 DATASETS = ("minichange", "minichange_free", "minichange_shifted")
-DATASET_STAGES = [f"{stage}@{name}" for stage in ("synthesize", "ingest") for name in DATASETS]
-STAGES = [*DATASET_STAGES, "validate", "convert", "train", "predict", "evaluate"]
+SYNTHESIZE_STAGES = [f"synthesize@{name}" for name in DATASETS]
+INGEST_STAGES = [f"ingest@{name}" for name in (*DATASETS, "minichange_images")]
+STAGES = [*SYNTHESIZE_STAGES, *INGEST_STAGES, "validate", "convert", "train", "predict", "evaluate"]
 RAN_STATES = {
     "preflight": "Completed",
     **dict.fromkeys(STAGES, "Ran"),
@@ -68,7 +70,8 @@ def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reaso
     assert machine.make("up").stdout.count(" up  ") == 4, "the services are already up"
     second_make = Machine(root).make("up")
     assert second_make.returncode == 1
-    assert "prefect is not answering, mlflow" in second_make.stderr
+    for service in ("prefect", "mlflow", "worker"):
+        assert str(Fault("infra.service_not_answering", service=service)) in second_make.stderr
     status_before = git("status", "--porcelain", cwd=root)
     assert machine.run_deployment("m3diff/full", "first") == ("Completed", RAN_STATES)
     (run,) = machine.runs("first")
@@ -107,7 +110,8 @@ def test_the_deployment_runs_the_pipeline_then_skips_it_and_retrain_has_no_reaso
     machine.process("worker").kill()
     status = machine.make("status")
     assert status.returncode == 1
-    assert "worker is not up, keeper is not up" in status.stderr
+    faults = str(Fault("infra.service_not_up", service="worker")), str(Fault("infra.service_not_up", service="keeper"))
+    assert ", ".join(faults) in status.stderr
     assert "last training: third, " in status.stdout
     machine.up()
     assert machine.make("status").returncode == 0
@@ -367,8 +371,10 @@ def test_a_persons_changes_stay_with_a_note_and_those_of_prefect_yaml_arrive(pro
 
         def deploy() -> str:
             """Deploy like the keeper and return the output."""
+            port = str(urlsplit(environment["PREFECT_API_URL"]).port)
             command = [sys.executable, str(REPOSITORY / "infra" / "services.py"), "deploy"]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            variables = environment | {"M3DIFF_PREFECT_PORT": port}
+            done = subprocess.run(command, env=variables, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout
 

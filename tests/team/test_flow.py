@@ -27,10 +27,11 @@ CHECKPOINT = "data/05_model/checkpoint"
 LOAD = """
 import json, sys
 from pathlib import Path
-from m3diff.models import generation, images
+from m3diff.images.open import load_image
+from m3diff.models import generation
 captioner = generation.load_captioner(Path("data/05_model/checkpoint"))
 rows = json.loads(sys.argv[1])
-pairs = [(images.load_image(row["before"]), images.load_image(row["after"])) for row in rows]
+pairs = [(load_image(row["before"]), load_image(row["after"])) for row in rows]
 print(json.dumps(captioner.caption(pairs)))
 """
 
