@@ -42,6 +42,7 @@ from m3diff.scoring.metrics import (
 from m3diff.scoring.metrics.ngrams import distinct
 from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, measure_differences, roc_auc
 from m3diff.scoring.pairs import ALL_PAIRS, Groups
+from m3diff.scoring.run import merge_scores
 from tests.errors import Message, raises
 from tests.scoring import bench
 from tests.scoring.bench import REAL, needs_real
@@ -357,6 +358,13 @@ def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():
         scores = metric.compute(PAIRS, groups, inputs)
         assert tuple(scores.groups[ALL_PAIRS]) == metric.scores + metric.overall
         assert {name for of_pair in scores.pairs.values() for name in of_pair} == metric.columns.keys()
+
+
+def test_a_score_that_was_not_computed_is_null_and_overall_ones_only_of_all_pairs():
+    groups = {ALL_PAIRS: ["0", "1"], "change": ["0"]}
+    scores = merge_scores({"CIDEr": METRICS["CIDEr"]}, groups, {})
+    assert scores.groups == {ALL_PAIRS: {"CIDEr": None, "CIDEr_shuffled": None}, "change": {"CIDEr": None}}
+    assert scores.pairs == {"0": {}, "1": {}}
 
 
 def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():

@@ -125,6 +125,8 @@ def test_the_report_counts_what_the_dataset_gave(tmp_path):
         **{"empty_references": 3, "faults": 0, "repeated_questions": 0, "images": 8, "unread_images": 0},
     }
     assert json.loads((tmp_path / "records/spot.json").read_text()) == report.model_dump()
+    assert list(report.pairs) == ["test", "train", "val"], "the same order whatever the first row is"
+    assert list(report.references) == ["test", "train", "val"]
 
 
 def test_the_image_cache_changes_no_byte(raw):
