@@ -19,7 +19,15 @@ from dvc.utils.serialize import modify_yaml
 
 from flows import dvc
 from m3diff.provenance.dvc import write_settings
-from m3diff.provenance.git import AS_COMMITTED, GitError, find_commit, git, has_branch, require_own_repository
+from m3diff.provenance.git import (
+    AS_COMMITTED,
+    GitError,
+    find_commit,
+    git,
+    has_branch,
+    require_own_repository,
+    run_git,
+)
 from m3diff.records.errors import cause_of, shell_word
 from m3diff.records.files import lock_exclusively
 from m3diff.registry import tracking
@@ -294,6 +302,8 @@ def share_with_checkout(checkout: Path, params: Params) -> tuple[str, ...]:
 def remove_worktree(root: Path) -> None:
     """Remove a worktree, but not the targets of its links."""
     shutil.rmtree(root, ignore_errors=True)
+    # A killed `git worktree add` leaves its worktree locked, and git prunes no locked one. It fails for one that is not
+    run_git("worktree", "unlock", str(root))
     git("worktree", "prune")
 
 

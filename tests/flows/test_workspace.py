@@ -1,6 +1,7 @@
 """The worktree of a flow run is at one commit, links the data, and is removed after a success."""
 
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -157,6 +158,15 @@ def test_every_setting_of_a_remote_means_in_a_run_what_it_means_in_the_checkout(
         assert repo.cache.local_cache_dir == cache
         assert repo.config["cache"]["slow_link_warning"] is False
         assert Path(repo.config["core"]["site_cache_dir"]).is_relative_to(Path.cwd())
+
+
+def test_a_retry_works_though_git_was_killed_when_it_added_the_worktree(project):
+    root = project / "runs/flows/killed"
+    git("worktree", "add", "--quiet", "--lock", "--reason", "initializing", "--detach", str(root), "HEAD")
+    shutil.rmtree(root)
+    with opened("killed") as work:
+        assert work.root == root
+    assert worktrees() == []
 
 
 @pytest.mark.fault("T5")
