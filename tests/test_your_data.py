@@ -36,13 +36,13 @@ def write_pairs(root: Path) -> None:
             y = draw.randrange(90)
             color = tuple(draw.randrange(256) for _ in range(3))
             ImageDraw.Draw(room).rectangle((x - 25, y - 25, x + 25, y + 25), fill=color)
-        x_after = 60 if number % 3 else 20
-        for side, x in (("before", 20), ("after", x_after)):
+        shift = 10 + number if number % 3 else 0
+        for side, x in (("before", 20), ("after", 20 + shift)):
             image = room.copy()
             ImageDraw.Draw(image).rectangle((x, 20, x + 30, 50), fill="red")
             (root / side).mkdir(parents=True, exist_ok=True)
             image.save(root / side / name)
-        caption = "the red square moved to the right" if number % 3 else "nothing changed"
+        caption = f"the red square moved right by {shift} pixels" if number % 3 else "nothing changed"
         split = "train" if number < 48 else "val" if number < 52 else "test"
         rows.append([f"before/{name}", f"after/{name}", caption, split])
     with (root / "pairs.csv").open("w", newline="") as file:
@@ -86,8 +86,8 @@ def run(project: Path, commands: str) -> str:
 
 @pytest.mark.slow(170)
 def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_shared_folder(project: Path) -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "yaml", *["bash"] * 7]
-    (check, profile, read, look, train, caption, share, commit, back) = (text for _, text in BLOCKS)
+    assert [kind for kind, _ in BLOCKS] == ["bash", "yaml", *["bash"] * 8]
+    (check, profile, read, look, train, caption, score, share, commit, back) = (text for _, text in BLOCKS)
 
     output = run(project, check)
     entry = re.search(r"^    (my-pairs: .*)$", output, re.MULTILINE)
@@ -111,6 +111,8 @@ def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_shared_fol
     assert len(output.strip().splitlines()[-1]) > 0
     with Image.open(project / "seen.png") as overlay:
         assert overlay.width > 2 * 120
+    output = run(project, score)
+    assert "CIDEr" in output
     run(project, share)
     shared = {file.name for file in (project / "shared/my-model").iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "m3diff_model.py"} <= shared

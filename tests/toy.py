@@ -214,12 +214,12 @@ def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
     (paths["records"] / f"{name}.json").write_text(json.dumps({"rows": len(rows)}))
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: list[dict[str, Any]], schema: Any = None) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path.parent.mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -239,8 +239,10 @@ def validate(params: dict[str, Any], paths: dict[str, Path]) -> None:
 
 
 def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
+    from m3diff.records.schemas import SAMPLE_SCHEMA
+
     questions = Path(params["convert"]["questions"]).read_text()
-    columns = ("id", "image_set", "dataset", "split", "images")
+    columns = ("id", "image_set", "dataset", "split", "images", "history")
     rows = read_rows(paths["clean"] / "records" / "00000.parquet")
     texts = {"question": questions, "answer": f"sampled with {params['convert']['seed']}"}
     samples_by_folder: dict[str, list[dict[str, Any]]] = {"train": [], "val": [], "test": [], "retention": []}
@@ -250,7 +252,7 @@ def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
         samples_by_folder[folder].append({name: row[name] for name in columns} | {"record": row["id"]} | texts)
     for folder, samples in samples_by_folder.items():
         (paths["mixture"] / folder).mkdir()
-        write_rows(paths["mixture"] / folder / "00000.parquet", samples)
+        write_rows(paths["mixture"] / folder / "00000.parquet", samples, SAMPLE_SCHEMA)
     train = Counter(row["dataset"] for row in rows if row["split"] == "train")
     return {"datasets": {name: {"pairs": {"train": train[name]}} for name in params["ingest"]["datasets"]}}
 

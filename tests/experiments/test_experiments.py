@@ -272,7 +272,7 @@ def test_the_variants_have_different_parameters_and_the_same_test_pairs(name, tm
 
 @pytest.mark.slow(150)
 def test_variants_are_experiments_of_dvc(toy_that_ran: Path, tmp_path: Path, monkeypatch, capfd):
-    """Three pairs, four with the synthetic one, one a batch: nine steps are 2.7 epochs of three and 2.125 of four."""
+    """Four pairs, five with the synthetic one, one a batch: eleven steps are 2.7 epochs of four and 2.1 of five."""
     root = toy_that_ran
     (root / ".gitignore").write_text((root / ".gitignore").read_text() + "/data/other/\n")
     apply_overrides(root / "params.yaml", ["train.global_batch=1", "compute.micro_batch=1", "compute.workers=0"])
@@ -293,9 +293,9 @@ def test_variants_are_experiments_of_dvc(toy_that_ran: Path, tmp_path: Path, mon
         assert ("Running stage 'augment@minichange_edits'" in output) != is_repeated
         results = json.loads((tmp_path / "rows.json").read_text())
         plain = results["budgets"]["plain"]
-        assert [plain[key] for key in ("pairs", "epochs", "steps")] == [3, 2.7, 9]
+        assert [plain[key] for key in ("pairs", "epochs", "steps")] == [4, 2.7, 11]
         synthetic = results["budgets"]["more"]
-        assert [synthetic[key] for key in ("pairs", "epochs", "steps")] == [4, 2.125, 9]
+        assert [synthetic[key] for key in ("pairs", "epochs", "steps")] == [5, 2.1, 11]
         assert results["bases"] == {"data/other": sha256_of_folder(root / "data/other")}
         assert output.count(results["left_out"]["gone"]) == 2, "before the hours, and with the table"
         assert "dvc exp run --name rows-other-7407 train.seed=7407 train.base=data/other" in output
