@@ -15,8 +15,9 @@ folder, and folders may be nested.
   may replace the 1: `0001_0.png`, `0001_02.png`. For fal.ai, the options are `{before: _start, after: _end}`.
 
 An image with a text of its own is never the second image of another: with the texts `a.txt` and `a_1.txt`, the image
-`a_1.png` is an image before. A text that lacks an image, has two second images or has no word is a fault. Images that
-belong to no text, and texts in folders without images (such as a readme), are counted in a note.
+`a_1.png` is an image before. A text that lacks an image, has two second images or has no word is a fault, and so are
+two texts of the same images, such as `a.txt` and `a.TXT`. Images that belong to no text, and texts in folders without
+images (such as a readme), are counted in a note.
 """
 
 import os
@@ -24,7 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -61,14 +62,14 @@ PAIRS_OUTSIDE_SPLITS = "pairs in no folder that names a split, which are"
 class FolderFiles:
     """The files of a folder, matched by their names.
 
-    texts: names of the texts, by their names without suffix.
+    texts: names of the texts, by their names without suffix. Of a complete pair, each list has one text.
     images_of_text: for each text, by its name without suffix: the images before, and the images after. Of a complete
         pair, each list has one image.
     unused_images: images that belong to no text.
     has_images: whether the folder contains any image.
     """
 
-    texts: dict[str, str]
+    texts: dict[str, list[str]]
     images_of_text: dict[str, tuple[list[str], list[str]]]
     unused_images: list[str]
     has_images: bool
@@ -81,7 +82,10 @@ class FolderFiles:
             names: names of the files, sorted.
             before, after: ends of the names of the two images.
         """
-        texts = {PurePosixPath(name).stem: name for name in names if name.lower().endswith(TEXT_SUFFIX)}
+        texts: dict[str, list[str]] = {}
+        for name in names:
+            if name.lower().endswith(TEXT_SUFFIX):
+                texts.setdefault(PurePosixPath(name).stem, []).append(name)
         images_of_text: dict[str, tuple[list[str], list[str]]] = {text: ([], []) for text in texts}
         # If the image before has no end, the image after may have any number: some programs count from 0 or write 01
         is_any_number = not before and after[-1:].isdecimal()
@@ -101,8 +105,11 @@ class FolderFiles:
         return cls(texts, images_of_text, unused_images, has_images=bool(images))
 
     def count_complete_pairs(self) -> int:
-        """Return the number of texts with exactly two images."""
-        return sum(list(map(len, images)) == [1, 1] for images in self.images_of_text.values())
+        """Return the number of texts with exactly two images that belong to no other text."""
+        return sum(
+            len(self.texts[text]) == len(before) == len(after) == 1
+            for text, (before, after) in self.images_of_text.items()
+        )
 
 
 def read(root: Path, before: str = "", after: str = "_1", split: OwnSplit = "train") -> RowsWithNotes:
@@ -131,7 +138,7 @@ def read(root: Path, before: str = "", after: str = "_1", split: OwnSplit = "tra
             files = FolderFiles.match(names, before, after)
             unused_files.add(IMAGES_WITHOUT_TEXT, folder, files.unused_images)
             if not files.has_images:
-                unused_files.add(TEXTS_WITHOUT_IMAGES, folder, list(files.texts.values()))
+                unused_files.add(TEXTS_WITHOUT_IMAGES, folder, list(chain.from_iterable(files.texts.values())))
                 continue
             split_of_folder = _split_of_folder(folder)
             has_split_folder = has_split_folder or split_of_folder is not None
@@ -139,7 +146,7 @@ def read(root: Path, before: str = "", after: str = "_1", split: OwnSplit = "tra
                 raise DataError("datasets.draw_beside_split_folders", path=root / folder, value=split_of_folder)
             for text, images in files.images_of_text.items():
                 row_split = split_of_folder or default_split
-                row = _make_row(root, folder / files.texts[text], images, (before, after), row_split)
+                row = _make_row(root, folder, files.texts[text], images, (before, after), row_split)
                 if split_of_folder is None:
                     rows_of_default_split.append(row)
                 yield row
@@ -174,18 +181,27 @@ def _split_of_folder(folder: PurePosixPath) -> Split | None:
 
 
 def _make_row(
-    root: Path, text: PurePosixPath, images: tuple[list[str], list[str]], ends: tuple[str, str], split: Any
+    root: Path,
+    folder: PurePosixPath,
+    texts: Sequence[str],
+    images: tuple[list[str], list[str]],
+    ends: tuple[str, str],
+    split: Any,
 ) -> Row:
     """Return the row of a text, with a fault if it is not a pair with a caption.
 
     Args:
-        text: path of the text, relative to the root.
+        folder: folder of the text, relative to the root.
+        texts: names of the texts that are equal without suffix. There should be one.
         images: names of the images before and after that belong to the text.
         ends: ends of the names of these images.
     """
+    text = folder / texts[0]
     source = str(text)
     name = str(text.with_suffix(""))
     try:
+        if len(texts) > 1:
+            raise DataError("datasets.several_texts_of_images", key="caption", names=list(texts))
         _require_one_image_each(text.stem, images, ends)
         caption = _read_caption(root / source)
     except DataError as error:

@@ -133,6 +133,15 @@ def test_a_text_that_is_no_pair_is_a_fault_of_its_row(tmp_path, case):
     assert good_row.fault is None
 
 
+def test_two_texts_of_the_same_images_are_a_fault(tmp_path):
+    write(tmp_path, "x.png", "x_1.png", "x.txt")
+    (tmp_path / "x.TXT").write_text(CAPTION)
+    (row,) = read(tmp_path)
+    assert row.fault == Fault("datasets.several_texts_of_images", key="caption", names=["x.TXT", "x.txt"])
+    files = FolderFiles.match(["x.TXT", "x.png", "x.txt", "x_1.png"], "", "_1")
+    assert files.count_complete_pairs() == 0
+
+
 def test_a_text_in_another_encoding_is_a_fault_with_the_command_that_converts_it(tmp_path):
     write(tmp_path, "x.png", "x_1.png", "x.txt")
     (tmp_path / "x.txt").write_bytes("été".encode("latin-1"))
