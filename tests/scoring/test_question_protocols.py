@@ -182,6 +182,8 @@ def test_precision_and_recall_are_not_exchanged():
         ("No roads has changed, and 1 building has changed.", 0, 1),
         ("two new roads, twenty-one villas", 2, 21),
         ("12 new buildings and no new roads", 0, 12),
+        ("1,200 new buildings and 2 roads", 2, 1200),
+        ("2,3 new buildings", 0, 3),
         ("A road and a house appear.", 1, 1),
         ("3 houses are built along the road on the left.", None, 3),
         ("3 houses are built.", 0, 3),

@@ -24,7 +24,7 @@ NAME_OF_OBJECT = {
     "buildings": r"(?:building|house|villa|home|residence)s?",
 }
 ANY_NAME = "|".join(NAME_OF_OBJECT.values())
-NUMBER = rf"(?P<number>\d+|no|an?|(?:{'|'.join(NUMBER_WORDS)})(?:-[a-z]+)?)"
+NUMBER = rf"(?P<number>\d{{1,3}}(?:,\d{{3}})+|\d+|no|an?|(?:{'|'.join(NUMBER_WORDS)})(?:-[a-z]+)?)"
 # A number, up to three words such as adjectives, and the name of an object
 OTHER_WORD = rf"and|or|nor|but|of|in|on|at|to|by|near|along|with|from|for|{ANY_NAME}"
 WORD_BETWEEN = rf"(?:\s+(?!(?:{OTHER_WORD})\b)[a-z-]+)"
