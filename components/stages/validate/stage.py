@@ -168,10 +168,10 @@ def validate(
             have test pairs. The protocol does not change the output.
 
     Raises:
-        DataError: an image has changed since ingest, or the data is rejected. Data is rejected if too many rows of a
-            split are bad, too many training rows of a dataset are in a test set, a number of pairs is not as expected,
-            a test pair is quarantined, or the dataset of `protocol` has no test pairs. All outputs are then written
-            before the error is raised, so that the user can read the page and the quarantine.
+        DataError: an image is missing or has changed since ingest, or the data is rejected. Data is rejected if too
+            many rows of a split are bad, too many training rows of a dataset are in a test set, a number of pairs is
+            not as expected, a test pair is quarantined, or the dataset of `protocol` has no test pairs. All outputs
+            are then written before the error is raised, so that the user can read the page and the quarantine.
     """
     out.mkdir(parents=True, exist_ok=True)
     check_results = check_records(cfg, entries, image_cache, records)
@@ -233,7 +233,7 @@ def check_records(cfg: Validate, entries: Mapping[str, DatasetEntry], image_cach
     """Check every row in the tables `records/<name>/records`. This writes caches, but no outputs.
 
     Raises:
-        DataError: records cannot be read, or an image has changed since ingest.
+        DataError: records cannot be read, or an image is missing or has changed since ingest.
     """
     files = [records / name / "records" for name in entries]
     tables = [load_table(file, RAW_SCHEMA, "ingest", if_empty="validate.no_record") for file in files]
@@ -337,7 +337,7 @@ def add_image_columns(records: pl.DataFrame) -> pl.DataFrame:
 
 
 def _require_unchanged_images(table: pl.DataFrame, images: pl.DataFrame, entries: Mapping[str, DatasetEntry]) -> None:
-    """Raise a DataError if the digest of any image differs from the digest in the records."""
+    """Raise a DataError if any image is missing or its digest differs from the digest in the records."""
     current_digests = images.select("path", current="digest")
     recorded_images = pl.concat(
         table.select("source", "dataset", side=name_of_image(column), path=column, recorded=f"{column}_sha256")
@@ -353,7 +353,7 @@ def _require_unchanged_images(table: pl.DataFrame, images: pl.DataFrame, entries
     dataset = row["dataset"]
     paths = changed_images.filter(dataset=dataset)["path"].unique().to_list()
     raise DataError(
-        "validate.image_changed",
+        "validate.image_changed" if os.path.exists(row["path"]) else "validate.image_missing",
         source=row["source"],
         side=row["side"],
         path=row["path"],
@@ -364,7 +364,7 @@ def _require_unchanged_images(table: pl.DataFrame, images: pl.DataFrame, entries
 
 
 def _command_to_ingest_again(name: str, entry: DatasetEntry, paths: list[str]) -> str:
-    """Return the command that makes DVC ingest a dataset again after images were edited.
+    """Return the command that makes DVC ingest a dataset again after images were edited, deleted or restored.
 
     The command works even if the size and modification time of the images are unchanged.
     """
@@ -372,7 +372,7 @@ def _command_to_ingest_again(name: str, entry: DatasetEntry, paths: list[str]) -
     is_watched = all(Path(os.path.abspath(path)).is_relative_to(root) for path in paths)
     if entry.image_root and not is_watched:  # DVC does not watch `image_root`, so --force is required
         return f"`dvc repro --single-item --force ingest@{name} && dvc repro`"
-    if len(paths) == 1:
+    if len(paths) == 1 and os.path.exists(paths[0]):
         return command_to_read_again(paths[0])
     folders = [os.path.dirname(path) for path in paths]
     return command_to_read_again(os.path.commonpath(folders) or ".")

@@ -13,7 +13,7 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
-from m3diff.records.errors import DataError, Fault
+from m3diff.records.errors import DataError, Fault, command_to_read_again
 from m3diff.records.tables import read_table, write_table
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
@@ -245,9 +245,12 @@ def test_an_image_that_changed_since_ingest_is_refused(raw, change):
         "side": side,
         "dataset": "mini",
     }
-    with raises(DataError, "validate.image_changed", **fields) as refused:
+    code = "validate.image_missing" if change == "removed" else "validate.image_changed"
+    with raises(DataError, code, **fields) as refused:
         run_validate(raw.parent)
     assert refused.value.fields["source"].endswith(f"json, {KEY}")
+    touched_path = path.parent if change == "removed" else path
+    assert refused.value.fields["command"] == command_to_read_again(touched_path)
     assert list((raw.parent / "clean").iterdir()) == []
 
 
