@@ -511,7 +511,9 @@ def tick_label(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     digits = f"{value:.4g}"
-    return digits if len(digits) <= MAX_DIGITS else f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    if len(digits) > MAX_DIGITS:
+        digits = f"{value:.1e}".replace(".0e", "e")
+    return digits.replace("e-0", "e-")
 
 
 def describe_chart(chart: Chart) -> str:
