@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
+import openai
 import pytest
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
@@ -28,7 +30,7 @@ from m3diff.endpoint.client import REUSE_OPTION, Endpoint
 from m3diff.endpoint.questions import EndpointQuestion, data_url
 from m3diff.endpoint.servers import ServerIdentity, read_server
 from m3diff.endpoint.silence import SilenceWatch
-from m3diff.endpoint.transport import EndpointError, RedirectError, redirect_error, redirect_target
+from m3diff.endpoint.transport import EndpointError, RedirectError, http_client, redirect_error, redirect_target
 from m3diff.endpoint.url import normalised_url
 from m3diff.images.open import load_image
 from m3diff.records.errors import Fault
@@ -199,6 +201,16 @@ def test_the_key_of_an_answer_covers_the_whole_question_and_the_model(server, tm
     assert server.requests[-1]["max_tokens"] == 7
 
 
+def test_a_request_has_a_seed_and_a_limit_only_if_they_are_set(server, tmp_path):
+    """Some servers reject null for a number."""
+    ask(server, tmp_path, "a?")
+    endpoint(server, tmp_path, max_tokens=7).ask([EndpointQuestion("b?", seed=0)], "test")
+    plain_request, full_request = server.requests
+    assert plain_request.keys() == {"model", "messages", "temperature"}
+    assert full_request["seed"] == 0
+    assert full_request["max_tokens"] == 7
+
+
 def test_the_key_of_a_question_without_history_is_that_of_earlier_versions(server, tmp_path):
     facts = {"model": "m", "system": "", "question": "a?", "images": [], "seed": None, "n": 0, "max_tokens": None}
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -282,6 +294,14 @@ def test_a_reply_without_an_answer_ends_the_run_and_earlier_answers_stay(reply, 
     server.replies = {}
     assert ask(server, tmp_path, "a?", "b?") == [YES] * 2
     assert server.texts.count("a?") == 1
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503])
+def test_a_question_that_may_be_answered_later_is_no_error_of_the_user(status, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "RETRIES", 0)
+    server.default = status
+    with raises(EndpointError, "endpoint.failed", url=server.url, names=["'a?'"]):
+        ask(server, tmp_path, "a?")
 
 
 def test_a_form_that_the_server_always_rejects_is_the_users_error(server, tmp_path, monkeypatch):
@@ -574,6 +594,22 @@ def test_the_user_may_ask_again_and_each_server_keeps_its_answers(server, tmp_pa
         assert len(first_server.requests) == len(server.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("new_questions", "root"),
+    [(("a?", "b?"), "/weights/b"), (("b?",), "/weights/a")],
+    ids=["all asked again", "one asked again"],
+)
+def test_cached_answers_are_of_the_last_model_that_answered_all(new_questions, root, server, tmp_path):
+    server.reply = lambda text: server.models["data"][1]["root"]
+    server.models = models(root="/weights/a")
+    ask(server, tmp_path, "a?", "b?")
+    server.models = models(root="/weights/b")
+    ask(server, tmp_path, *new_questions, reuse=False)
+    server.requests.clear()
+    assert ask(server, tmp_path, "a?", "b?") == [("text", root)] * 2
+    assert server.requests == []
+
+
 CHANGES = {
     "root": models(root="/weights/b", max_model_len=9),
     "length": models(root="/weights/a", max_model_len=8),
@@ -855,6 +891,26 @@ def test_a_reset_connection_ends_the_run_like_a_refused_one(server, tmp_path, mo
     assert len(server.requests) == 2
     with raises(EndpointError, "endpoint.no_list_of_models"):
         ask(Server("", url="http://127.0.0.1:9/v1"), tmp_path, "a?")
+
+
+class RecordedStream(httpx2.SyncByteStream):
+    """The body of a reply, which records whether it was closed, and with it the connection."""
+
+    is_closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b" "
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_the_connection_of_a_reply_that_takes_too_long_is_closed(monkeypatch):
+    body = RecordedStream()
+    monkeypatch.setattr(httpx2.HTTPTransport, "handle_request", lambda *_: httpx2.Response(200, stream=body))
+    with http_client(trust_env=False) as limited_client, pytest.raises(openai.APITimeoutError):
+        limited_client.get("http://127.0.0.1:9/v1", timeout=-1)
+    assert body.is_closed
 
 
 def test_a_slow_reply_within_the_limit_is_an_answer(server, tmp_path):

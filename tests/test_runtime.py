@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from m3diff import runtime
 from m3diff.runtime import PRIVACY
 from tests.toy import REPOSITORY
 
@@ -123,6 +124,25 @@ def test_a_second_call_of_prepare_changes_nothing(module, tmp_path):
     }
     code = TWICE.format(module=module, privacy=list(PRIVACY))
     assert python("-c", code, **variables).split("\n")[0] == "True []"
+
+
+def test_a_path_of_python_that_needs_quotes_is_replaced_by_a_link(tmp_path, monkeypatch):
+    environment = tmp_path / "my projects" / ".venv"
+    (environment / "bin").mkdir(parents=True)
+    (tmp_path / "links").mkdir()
+    monkeypatch.setattr(runtime, "private_folder", lambda: tmp_path / "links")
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
+    monkeypatch.setattr(sys, "path", ["", str(REPOSITORY), str(environment / "lib"), f"{environment}-old/lib"])
+    runtime.link_python()
+    current_folder, checkout, packages, other_packages = sys.path
+    assert Path(sys.executable).parent.samefile(environment / "bin")
+    assert Path(packages).parent.samefile(environment)
+    assert not runtime.needs_quotes(sys.executable)
+    assert not runtime.needs_quotes(packages)
+    assert current_folder == ""
+    assert checkout == str(REPOSITORY)
+    assert other_packages == f"{environment}-old/lib"
 
 
 # Code that begins as each entry point does and then ends; most cannot go on without their arguments
