@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +26,17 @@ from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from m3diff.endpoint import client
-from m3diff.endpoint.answers import UNKNOWN_SERVER, AnswerStore, EndpointAnswer, OtherServerError, other_server_error
-from m3diff.endpoint.client import REUSE_OPTION, Endpoint
+from m3diff.endpoint.answers import (
+    UNKNOWN_SERVER,
+    AnswerStore,
+    EndpointAnswer,
+    OtherServerError,
+    StoredAnswer,
+    count_answers_by_server,
+    describe_cache,
+    other_server_error,
+)
+from m3diff.endpoint.client import REUSE_OPTION, Endpoint, describe_question
 from m3diff.endpoint.questions import EndpointQuestion, data_url
 from m3diff.endpoint.servers import ServerIdentity, read_server
 from m3diff.endpoint.silence import SilenceWatch
@@ -250,6 +260,11 @@ def test_a_temporary_rejection_is_retried_after_the_time_that_the_server_sets(se
         (" \n", ("empty", " \n")),
         (None, ("empty", "")),
         ({"content": None, "reasoning_content": "thought"}, ("empty", "thought")),
+        ({"content": None, "reasoning": "thought"}, ("empty", "thought")),
+        (
+            {"content": [{"type": "text", "text": "The cup"}, {"type": "text", "text": " went."}]},
+            ("text", "The cup went."),
+        ),
         ({"content": '["half', "finish_reason": "length"}, ("cut", '["half')),
         ("<think>\nIs it [the] cup?\n</think>\n\nThe cup went.", ("text", "The cup went.")),
         ("Is it the cup?\n</think>\n\nThe cup went.", ("text", "The cup went.")),
@@ -827,12 +842,65 @@ def test_a_server_that_cannot_be_read_is_not_recorded(value):
     assert read_server(value) is None
 
 
+@pytest.mark.parametrize("length", [True, "9", 9.5, None])
+def test_a_fact_of_a_server_with_another_type_is_left_out(length):
+    entry = {"url": "http://a/v1", "id": "m", "root": 5, "max_model_len": length}
+    assert read_server(entry) == ServerIdentity("http://a/v1", "m")
+
+
+def test_answers_are_counted_by_server_with_the_dates_of_the_cached_ones(tmp_path):
+    server = ServerIdentity("http://a/v1", "m", "/weights/a", 9)
+    days = ["2026-01-03", "2026-01-05", "2026-01-01"]
+    stored_answers = [StoredAnswer(EndpointAnswer("text", "yes"), server, f"{day}T10:00:00+00:00") for day in days]
+    stored_answers.append(StoredAnswer(EndpointAnswer("text", "no")))
+    known_source, unknown_source = count_answers_by_server(stored_answers, [True, False, True, True])
+    facts = {"id": "m", "root": "/weights/a", "max_model_len": 9}
+    dates = {"cached_from": "2026-01-01T10:00:00+00:00", "cached_until": "2026-01-03T10:00:00+00:00"}
+    assert known_source.model_dump() == {"url": "http://a/v1", **facts, "answers": 3, "cached": 2, **dates}
+    assert unknown_source.model_dump() == dict.fromkeys([*known_source.model_dump()]) | {"answers": 1, "cached": 1}
+    line = describe_cache([known_source, unknown_source], tmp_path)
+    assert all(word in line for word in ("2026-01-01", "2026-01-03", "/weights/a", UNKNOWN_SERVER, str(tmp_path)))
+    assert "2026-01-05" not in line
+
+
+def test_a_question_is_named_by_its_images_or_by_the_beginning_of_its_text():
+    images = (Path("a.png"), Path("b.png"))
+    assert describe_question(EndpointQuestion("What has changed?", images)) == ["a.png", "b.png"]
+    assert describe_question(EndpointQuestion("?" * 100)) == [repr("?" * 60)]
+
+
 # A server that does not answer in time
 
 
 def two_images(folder: Path, count: int) -> list[EndpointQuestion]:
     images = (picture(folder / "one.png"), picture(folder / "two.png", "blue"))
     return [EndpointQuestion(f"question {number}.", images) for number in range(count)]
+
+
+def test_a_question_waits_while_another_is_silent_until_an_answer_arrives():
+    watch = SilenceWatch(lambda: None)
+    begun_questions: list[bool] = []
+    thread = threading.Thread(target=lambda: begun_questions.append(watch.begin_question()), daemon=True)
+    assert [watch.begin_question() for _ in range(2)] == [True, True]
+    watch.end_question(is_answered=False)
+    thread.start()
+    thread.join(0.05)
+    assert begun_questions == []
+    watch.end_question(is_answered=True)
+    thread.join(10)
+    assert begun_questions == [True]
+
+
+def test_a_waiting_question_is_not_asked_after_the_end_of_the_run():
+    watch = SilenceWatch(lambda: None)
+    begun_questions: list[bool] = []
+    thread = threading.Thread(target=lambda: begun_questions.append(watch.begin_question()), daemon=True)
+    assert [watch.begin_question() for _ in range(2)] == [True, True]
+    watch.end_question(is_answered=False)
+    thread.start()
+    watch.stop()
+    thread.join(10)
+    assert begun_questions == [False]
 
 
 @pytest.mark.parametrize(

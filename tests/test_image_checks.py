@@ -20,7 +20,7 @@ from m3diff.images import workers
 from m3diff.images.check import check_image, check_images
 from tests.errors import Message
 from tests.layouts import save_picture
-from tests.test_images import png_chunks
+from tests.test_images import png, png_chunks
 from tests.tiny import noise_image
 
 
@@ -127,6 +127,19 @@ def test_a_check_has_bits_colour_and_upright_size(tmp_path, mode, suffix, bits, 
     assert check["height"] == 12
     assert check["bits"] == bits
     assert check["color"] == color
+
+
+def test_colours_of_16_bits_are_counted_as_16_bits(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(16, 2, [bytes(range(60, 84))] * 4))
+    assert check_image(str(tmp_path / "a.png"), 1600)["bits"] == 16
+
+
+@pytest.mark.parametrize(("blue", "color"), [(116, "colorless"), (117, "color")])
+def test_pixels_that_are_grey_but_for_the_noise_of_jpeg_have_no_colour(blue, color, tmp_path):
+    picture = Image.new("RGB", (80, 80), (100, 100, 100))
+    picture.paste((104, 100, blue), (0, 0, 40, 40))
+    picture.save(tmp_path / "a.png")
+    assert check_image(str(tmp_path / "a.png"), 6400)["color"] == color
 
 
 @pytest.fixture

@@ -164,6 +164,19 @@ def test_an_image_is_compared_in_all_its_strips_of_rows(edit, likenesses, tmp_pa
     assert compare_images(before, after, 100) in likenesses
 
 
+@pytest.mark.parametrize(
+    ("size", "likenesses"),
+    [((64, 32), (CHANGED,)), ((32, 64), (CHANGED,)), ((60, 60), (NOISE,)), ((45, 44), (NOISE,))],
+    ids=["half as high", "half as wide", "smaller", "rounded"],
+)
+def test_an_image_of_another_shape_is_a_change_whatever_its_pixels(size, likenesses, tmp_path):
+    grey = (120, 120, 120)
+    before = save_image(Image.new("RGB", (64, 64), grey), tmp_path / "before.png")
+    after = save_image(Image.new("RGB", size, grey), tmp_path / "after.png")
+    assert compare_images(before, after, 64) in likenesses
+    assert compare_images(after, before, 64) in likenesses
+
+
 @pytest.mark.parametrize("size", [(4, 4), (160, 3)], ids=str)
 def test_an_image_of_a_few_pixels_is_compared_as_a_whole(tmp_path, size):
     noise = np.random.default_rng(1).integers(0, 240, (*size, 3), dtype=np.uint8)

@@ -419,3 +419,12 @@ def test_an_image_with_a_large_padded_square_is_refused_before_decoding(size, li
     (tmp_path / "a.png").write_bytes(data)
     assert load_image(tmp_path / "a.png", max_pixels=limit + 1).size == size
     assert load_image(tmp_path / "a.png", hashlib.sha256(data).digest(), limit).size == size, "validate has judged it"
+
+
+def test_an_image_whose_tiles_are_too_large_is_refused_before_decoding(tmp_path):
+    (tmp_path / "a.tif").write_bytes(tiff(with_band(255), tile=[300]))
+    figures = {"value": 90_000, "limit": 89_999}
+    assert check_image(str(tmp_path / "a.tif"), 89_999)["verdict"] == Message("images.tiles_too_large", **figures)
+    with raises(ImageError, "images.tiles_too_large", path=str(tmp_path / "a.tif"), **figures):
+        load_image(tmp_path / "a.tif", max_pixels=89_999)
+    assert check_image(str(tmp_path / "a.tif"), 90_000).get("code") != "images.tiles_too_large"

@@ -208,13 +208,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the current time, which only passes in `time.sleep`. After 71 s, a second node with one core joins."""
     now = [0.0]
     nodes = [node(1), node(2, CPU=1)]
+    listings = iter(range(1000))  # so that a wait without sleep ends
+
+    def list_nodes() -> list[dict[str, Any]]:
+        next(listings)
+        return nodes
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
         if now[0] == 71:
             nodes.append(node(3, CPU=1))
 
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "nodes", list_nodes)
     monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(ray_cluster.time, "sleep", sleep)
     return now
@@ -296,8 +301,10 @@ class Clock:
 @pytest.mark.parametrize(("answers_after", "is_found"), [(3, True), (9, False)], ids=["in time", "too late"])
 def test_a_cluster_that_is_starting_is_waited_for_until_the_deadline(answers_after, is_found, monkeypatch):
     clock = Clock()
+    attempts = iter(range(100))  # so that a wait without sleep ends
 
     def connect(address: tuple[str, int], timeout: float) -> SimpleNamespace:
+        next(attempts)
         if clock.now < answers_after:
             raise ConnectionRefusedError("refused")
         return SimpleNamespace(close=lambda: None)
@@ -312,3 +319,26 @@ def test_a_cluster_that_is_starting_is_waited_for_until_the_deadline(answers_aft
     with raises(ray_cluster.NoRoomError, "cluster.address_not_answering", value="10.0.0.7:6379"):
         ray_cluster.require_head(5)
     assert clock.now == 5
+
+
+@pytest.mark.parametrize(
+    ("address", "connection"),
+    [
+        ("ray://head:10001", ("head", 10001)),
+        ("10.0.0.7:6379", ("10.0.0.7", 6379)),
+        ("[::1]:6379", ("::1", 6379)),
+        ("auto", None),
+        ("", None),
+    ],
+)
+def test_the_head_is_asked_at_its_host_and_port_if_it_has_one(address, connection, monkeypatch):
+    connections = []
+
+    def connect(host_and_port: tuple[str, int], timeout: float) -> SimpleNamespace:
+        connections.append(host_and_port)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray_cluster.socket, "create_connection", connect)
+    ray_cluster.require_head(0)
+    assert connections == ([connection] if connection else [])

@@ -145,6 +145,22 @@ def test_a_path_of_python_that_needs_quotes_is_replaced_by_a_link(tmp_path, monk
     assert other_packages == f"{environment}-old/lib"
 
 
+def test_tools_keep_their_caches_elsewhere_if_the_home_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "private_folder", lambda: tmp_path / "private")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_HOME", "/mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    runtime.provide_home()
+    assert os.environ["HOME"] == str(tmp_path)
+    assert os.environ["PREFECT_HOME"] == "/mine"
+    assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "private" / "cache")
+    monkeypatch.delenv("PREFECT_HOME")
+    runtime.provide_home()
+    assert os.environ["PREFECT_HOME"] == str(tmp_path / "private" / "prefect")
+
+
 # Code that begins as each entry point does and then ends; most cannot go on without their arguments
 ENTRY_POINTS = {
     "the command line": "from m3diff.__main__ import main\nmain(['--version'])",

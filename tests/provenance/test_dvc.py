@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,10 +167,11 @@ def test_a_folder_and_a_file_have_the_hashes_of_dvc(data):
 
 def test_what_git_tracks_has_the_hash_of_the_same_files_on_disk(data, repository):
     data.rename("data")
-    commit_files({})
+    commit_files({"größe/maß.txt": "2\n"})
     Path("data/c").write_text("edited after the commit")
     assert dvc.hash_in_git("HEAD", Path("data")) == HASH_OF_DATA
     assert dvc.hash_in_git("HEAD", Path("data/a.txt")) == "26ab0db90d72e28ad0ba1e22ee510510"
+    assert dvc.hash_in_git("HEAD", Path("größe")) == dvc.dvc_hash(Path("größe"))
     assert dvc.hash_in_git("HEAD", Path("missing")) is None
 
 
@@ -215,6 +217,19 @@ def test_a_link_leads_to_an_object_of_this_cache_or_not(name, is_object, tmp_pat
     (tmp_path / "link.png").symlink_to(tmp_path / name)
     assert cache.is_cached_object(str(tmp_path / "link.png")) == is_object
     assert cache.is_cached_object(str(tmp_path / name)) == is_object
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "folder"),
+    [(0, ".dvc/cache\n", "project/.dvc/cache"), (0, "../shared\n", "shared"), (1, "", None)],
+    ids=["its own", "a shared one", "no repository of DVC"],
+)
+def test_the_cache_of_a_repository_is_the_folder_that_dvc_names(exit_code, output, folder, tmp_path, monkeypatch):
+    cache._cache_of_repository.cache_clear()
+    result = SimpleNamespace(returncode=exit_code, stdout=output)
+    monkeypatch.setattr(cache.subprocess, "run", lambda *_, **__: result)
+    cache_of_project = cache._cache_of_repository(str(tmp_path / "project"))
+    assert cache_of_project == (str(tmp_path / folder) if folder else None)
 
 
 # Stages and outputs of a commit
@@ -285,6 +300,7 @@ SHARED_SETTINGS = """\
     remote = near
 ['remote "near"']
     url = ../../store
+    ssl_verify = false
 ['remote "cloud"']
     url = s3://bucket/store
     credentialpath = ~/credentials
@@ -309,7 +325,8 @@ def test_settings_of_a_tree_refer_to_the_files_of_the_checkout(tmp_path):
     for folder, name, text in ((tree, "config", SHARED_SETTINGS), (checkout, "config.local", LOCAL_SETTINGS)):
         (folder / ".dvc").mkdir(parents=True)
         (folder / ".dvc" / name).write_text(text)
-    (checkout / "certificate.pem").write_text("")
+    for name in ("certificate.pem", "here"):
+        (checkout / name).write_text("")
     dvc.write_settings(tree, checkout, cache={"dir": str(checkout / ".dvc/cache")})
     written_settings = ConfigObj(str(tree / ".dvc" / "config.local"), interpolation=False)
     assert written_settings.dict() == {

@@ -44,6 +44,22 @@ def test_a_command_that_takes_too_long_ends_with_a_code_of_its_own(repository):
     assert result.stderr
 
 
+def test_git_speaks_english_and_asks_for_no_password_whatever_the_user_set(repository, monkeypatch):
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.setenv("GIT_TERMINAL_PROMPT", "1")
+    monkeypatch.setenv("GIT_AUTHOR_NAME", "Ann")
+    variables = git("-c", "alias.variables=!env", "variables").splitlines()
+    assert {"LC_ALL=C", "GIT_TERMINAL_PROMPT=0", "GIT_AUTHOR_NAME=m3diff"} <= set(variables)
+
+
+def test_a_commit_runs_no_hook(repository):
+    hook = repository / ".git" / "hooks" / "pre-commit"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    assert commit_files({"params.yaml": "later\n"}) == commit_at("main")
+
+
 def test_files_of_a_commit_are_read_from_the_current_folder(repository, monkeypatch):
     commit_files({"params.yaml": "later\n"})
     assert read_from_commit("HEAD", Path("params.yaml")) == b"later\n"
