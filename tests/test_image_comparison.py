@@ -187,21 +187,30 @@ def test_an_image_of_a_few_pixels_is_compared_as_a_whole(tmp_path, size):
     assert compare_images(before, brighter, 100) == CHANGED
 
 
-@pytest.mark.parametrize(("compare_px", "likeness"), [(100, FAINT), (1000, CHANGED)])
+@pytest.mark.parametrize(("compare_px", "likeness"), [(25, FAINT), (250, CHANGED)])
 def test_a_change_is_faint_only_at_the_resolution_of_the_model(tmp_path, compare_px, likeness):
-    image = Image.new("RGB", (2000, 1500), (90, 60, 30))
+    image = Image.new("RGB", (500, 375), (90, 60, 30))
     before = save_image(image, tmp_path / "before.png")
-    after = save_image(shift_region(1000, 1000, 3, 3, 120)(image), tmp_path / "after.png")
+    after = save_image(shift_region(250, 250, 3, 3, 120)(image), tmp_path / "after.png")
     assert compare_images(before, after, compare_px) == likeness
 
 
-def test_a_small_faint_patch_is_no_noise(tmp_path):
-    """Its 4x4 window exceeds the bound of noise. All larger windows are within theirs."""
+# Differences of a patch in levels, for 4x4 of its pixels. The mean exceeds the bound of noise for a window of its size
+FAINT_PATCHES = {
+    4: [[3, 3, 2, 2]] * 4,
+    8: [[1, 2, 1, 2]] * 4,
+    16: [[2, 1, 2, 1], *[[1, 1, 1, 1]] * 3],
+}
+
+
+@pytest.mark.parametrize(("side", "differences"), FAINT_PATCHES.items(), ids=FAINT_PATCHES)
+def test_a_small_faint_patch_is_no_noise(side, differences, tmp_path):
+    """A window of its size exceeds the bound of noise. Smaller and larger windows are within theirs."""
     before = np.full((96, 96, 3), 120, dtype=np.uint8)
     after = before.copy()
     after[::2, ::2] += 1
-    after[40:44, 40:44] = 122
-    after[40:44, 40:42] = 123
+    patch = np.tile(np.array(differences, dtype=np.uint8), (side // 4, side // 4))
+    after[40 : 40 + side, 40 : 40 + side] = 120 + patch[..., None]
     paths = [
         save_image(Image.fromarray(image), tmp_path / name) for name, image in (("a.png", before), ("b.png", after))
     ]

@@ -11,6 +11,7 @@ import pytest
 
 from m3diff import runtime
 from m3diff.runtime import PRIVACY
+from tests.errors import Message
 from tests.toy import REPOSITORY
 
 LIGHT_MODULES = ["m3diff", "flows", "m3diff.runtime", "flows.runtime", "m3diff.records.errors", "m3diff.__main__"]
@@ -143,6 +144,19 @@ def test_a_path_of_python_that_needs_quotes_is_replaced_by_a_link(tmp_path, monk
     assert current_folder == ""
     assert checkout == str(REPOSITORY)
     assert other_packages == f"{environment}-old/lib"
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["a link", "a folder"])
+def test_a_private_folder_that_another_user_made_is_refused(is_link, tmp_path, monkeypatch):
+    user_id = os.getuid() if is_link else os.getuid() + 1
+    folder = tmp_path / f"m3diff-{user_id}"
+    monkeypatch.setattr(os, "getuid", lambda: user_id)
+    monkeypatch.setattr(runtime, "Path", lambda _: tmp_path)
+    if is_link:
+        folder.symlink_to(tmp_path)
+    with pytest.raises(SystemExit) as refused:
+        runtime.private_folder()
+    assert Message("command.folder_of_another_user", path=folder).in_text(str(refused.value))
 
 
 def test_tools_keep_their_caches_elsewhere_if_the_home_cannot_be_written(tmp_path, monkeypatch):

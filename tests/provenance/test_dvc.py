@@ -305,6 +305,7 @@ SHARED_SETTINGS = """\
     url = s3://bucket/store
     credentialpath = ~/credentials
     region = here
+    endpointurl = %(host)s
 """
 LOCAL_SETTINGS = """\
 [cache]
@@ -313,7 +314,7 @@ LOCAL_SETTINGS = """\
 ['remote "cloud"']
     keyfile = key.pem
     ssl_verify = certificate.pem
-    password = 50%
+    password = 50%(half)s
 """
 
 
@@ -335,7 +336,7 @@ def test_settings_of_a_tree_refer_to_the_files_of_the_checkout(tmp_path):
         'remote "cloud"': {
             "keyfile": str(checkout / ".dvc/key.pem"),
             "ssl_verify": str(checkout / "certificate.pem"),
-            "password": "50%",
+            "password": "50%(half)s",
         },
     }
 
