@@ -217,6 +217,7 @@ DARK = {
     "no data is 0": marked(slice(0, 8), ALL_LINES, 0, marked(FIRST_LINE, FIRST_LINE, 65535)),
     "no data is 32,767": marked(slice(0, 9), ALL_LINES, 32767),
     "no data is -9,999": marked(slice(0, 9), ALL_LINES, 65536 - 9999),
+    "a border one below saturation": marked(ALL_LINES, slice(60, 64), 65534),
     "a bright column below saturation": marked(ALL_LINES, FIRST_LINE, 52000),
     "two hot pixels of other values": marked(FIRST_LINE, slice(0, 2), 40000),
     "8 bits in 16 and a saturated pixel": marked(FIRST_LINE, FIRST_LINE, 65535, GROUND // 12),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import os
 import re
 import sys
@@ -159,6 +160,15 @@ def test_a_command_that_prints_line_by_line_ends_quietly_at_the_first_unread_lin
         code = main(["code"])
     assert code == READER_LEFT
     assert capsys.readouterr().err == ""
+
+
+def test_a_name_that_output_cannot_encode_is_printed_with_an_escape(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr("m3diff.stages.code.code", lambda params: print("caf\udce9.png"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        main(["code"])
+    assert stream.buffer.getvalue() == b"caf\\udce9.png\n"
 
 
 def test_progress_is_shown_in_a_log(capsys):
