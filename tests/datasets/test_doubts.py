@@ -34,16 +34,18 @@ def test_captions_of_a_person_raise_no_doubt():
 
 @pytest.mark.parametrize("is_user_dataset", [True, False], ids=["own", "published"])
 @pytest.mark.parametrize(
-    ("code", "first", "second"),
+    ("code", "printed_caption", "other_caption"),
     [
         ("datasets.captions_are_printed_lists", "['it  fell', 'it broke']", '["a car left"]'),
         ("datasets.captions_are_python_literals", "b'it  fell' ", "u'a car left'"),
     ],
     ids=["lists", "literals"],
 )
-def test_captions_that_a_program_printed_are_shown_with_the_first(code, first, second, is_user_dataset):
-    (doubt,) = doubts_about(rows_of("it fell", [first, first], second), is_user_dataset)
-    example = " ".join(first.split())
+def test_captions_that_a_program_printed_are_shown_with_the_first(
+    code, printed_caption, other_caption, is_user_dataset
+):
+    (doubt,) = doubts_about(rows_of("it fell", [printed_caption] * 2, other_caption), is_user_dataset)
+    example = " ".join(printed_caption.split())
     assert doubt.question == Fault(code, path="a.csv, line 3", example=example, rows=2)
     assert doubt.answers == [], "the file has to be mended"
 

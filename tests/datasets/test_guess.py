@@ -148,9 +148,9 @@ def test_every_combination_of_answers_is_an_entry(tmp_path):
     entries = combine_answers(options, [doubt_of("captions", 2), doubt_of("question", 2)])
     columns = [entry["columns"] for entry in entries]
     assert columns == [
-        {"id": "key", "captions": f"captions{first}", "question": f"question{second}"}
-        for first in range(2)
-        for second in range(2)
+        {"id": "key", "captions": captions, "question": question}
+        for captions in ("captions0", "captions1")
+        for question in ("question0", "question1")
     ]
     assert {entry["manifest"] for entry in entries} == {"a.json"}
     assert options["columns"] == {"id": "key"}

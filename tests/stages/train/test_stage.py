@@ -337,11 +337,11 @@ def test_ray_prints_no_line_twice_and_changes_no_folder_unless_the_user_wants_it
     if chosen:
         monkeypatch.setenv(variable, chosen)
     (tmp_path / "figures.json").write_text("{}")
-    seen = []
-    trainer = SimpleNamespace(fit=lambda: seen.append(env_bool(variable, True)))
+    values = []
+    trainer = SimpleNamespace(fit=lambda: values.append(env_bool(variable, True)))
     monkeypatch.setattr(on_ray, "make_trainer", lambda run_recipe: trainer)
     on_ray.run_on_ray(work())
-    assert seen == [chosen is not None]
+    assert values == [chosen is not None]
 
 
 @pytest.mark.fault("27")
