@@ -137,6 +137,13 @@ def test_a_table_with_one_column_of_captions_needs_no_question(tmp_path, name):
     assert run_ingest(tmp_path, "pairs", "own", **guessed.options).faults == 0
 
 
+def test_the_columns_of_captions_are_named_without_paths_to_the_texts_inside_them():
+    lists = [[{"caption": text}] for text in CHANGES]
+    text_columns = find_text_columns({"change_caption": lists, "edit": EDITS})
+    assert text_columns.answers == [{"captions": "change_caption.*.caption"}, {"captions": "edit"}]
+    assert list(text_columns.names()) == ["change_caption", "edit"]
+
+
 def test_empty_cells_say_nothing_about_a_column_of_questions():
     prompts = ["What changed?", *[" "] * (ROWS - 1)]
     text_columns = find_text_columns({"prompt": prompts, "caption": CHANGES})
