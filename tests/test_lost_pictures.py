@@ -402,6 +402,10 @@ NO_PICTURES = {
     "a web page after a comment": (b"<!-- saved -->\n<html></html>", Fault("images.web_page")),
     "JSON": (b'{"error": "not found"}', Fault("images.text", kind="JSON", excerpt='{"error": "not found"}')),
     "a list in JSON": (b"[1, 2]", Fault("images.text", kind="JSON", excerpt="[1, 2]")),
+    "a long list in JSON": (
+        b"[" + 5000 * b"1, " + b"2]",
+        Fault("images.text", kind="JSON", excerpt="[" + 13 * "1, " + "..."),
+    ),
     "an answer of S3": (
         b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
         Fault("images.server_error", answer="AccessDenied"),
@@ -419,6 +423,7 @@ NO_PICTURES = {
     "zip": (b"PK\3\4" + bytes(30), Fault("images.archive", kind="a zip archive or an Office document")),
     "gzip": (b"\x1f\x8b\x08" + bytes(30), Fault("images.archive", kind="compressed by gzip")),
     "a video": (b"\0\0\0\x20ftypisom" + bytes(30), Fault("images.video")),
+    "AVI": (b"RIFF" + bytes(4) + b"AVI " + bytes(30), Fault("images.video")),
     "Matroska": (b"\x1aE\xdf\xa3" + bytes(30), Fault("images.video")),
     "NumPy": (b"\x93NUMPY\1\0" + bytes(30), Fault("images.format_not_read", kind="an array of NumPy")),
     "zero bytes": (bytes(5000), Fault("images.only_zero_bytes")),
