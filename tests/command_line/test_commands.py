@@ -604,14 +604,18 @@ def test_convert_warns_of_what_the_training_lacks(monkeypatch, capsys):
 def test_train_names_the_setting_of_a_model_that_does_not_fit_its_base(monkeypatch, capsys):
     recorder = record_stage(monkeypatch, "train")
     fault = Fault("settings.wrong_value", key="lora.rank", found="-1", expected="a rank")
-    family = FAMILIES[PARAMS.models["m3diff"].family]
+    settings = PARAMS.models["m3diff"]
+    family = FAMILIES[settings.family]
+    checked = []
 
-    def refuse(self: Any, folder: Path, settings: Any) -> None:
+    def refuse(self: Any, *arguments: Any) -> None:
+        checked.append(arguments)
         raise ParamsError(fault)
 
     monkeypatch.setattr(type(family), "check_base", refuse)
     assert main(["train"]) == 2
     assert Message("settings.wrong_value", key="models.m3diff.lora.rank").in_text(capsys.readouterr().err)
+    assert checked == [(BASE, settings)]
     assert recorder.calls == []
 
 
