@@ -22,7 +22,6 @@ from mlflow.tracking import MlflowClient
 
 from m3diff.commands import preflight as preflight_module
 from m3diff.commands.preflight import (
-    GIB,
     NotReadyError,
     faults_of_model,
     notes_on_questions,
@@ -48,6 +47,8 @@ from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
 from tests.errors import raises
 from tests.layouts import write_clevr
 from tests.toy import REPOSITORY, store
+
+GIB = 2**30
 
 
 @pytest.fixture
@@ -386,6 +387,12 @@ def test_a_gate_s_dataset_without_a_test_pair_is_refused(params, base_folder, tm
 
 def test_a_dataset_that_does_not_exist_is_left_to_the_stages(params, base_folder, tmp_path):
     preflight_data(with_base(params, base_folder, own=DatasetEntry(reader="pairs", root=tmp_path / "none")))
+
+
+def test_a_gate_s_dataset_that_the_run_does_not_have_is_left_to_the_stages(params, base_folder, tmp_path):
+    run = with_base(params, base_folder, own=own_pairs(tmp_path / "own", "train"))
+    promote = run.promote.model_copy(update={"protocol": "other/test"})
+    preflight_data(run.model_copy(update={"promote": promote}))
 
 
 def test_a_dataset_that_cannot_be_read_is_left_to_the_stages(params, base_folder, tmp_path):

@@ -273,3 +273,15 @@ def test_tables_of_named_splits_are_told_to_add_one_of_test_pairs(tmp_path):
     options = {"manifest": {"train": "pairs.csv"}}
     entry = DatasetEntry(reader="pairs", root=write_rows(tmp_path / "own", 2), options=options)
     assert no_test_pairs_line(entry).endswith("to the option `manifest`: {test: FILE}")
+
+
+@pytest.mark.parametrize(
+    ("address", "code"),
+    [("https://a.example/1.png", "check.image_is_address"), ("file:///mnt/1.png", "check.image_outside_root")],
+    ids=["a server", "a file"],
+)
+def test_images_at_addresses_get_the_remedy_for_their_kind(address, code, tmp_path):
+    (tmp_path / "pairs.csv").write_text(f"before,after,captions,split\n{address},{address}2,it rains,test\n")
+    reading = read_folder("own", DatasetEntry(reader="pairs", root=tmp_path))
+    remedies = "\n".join(reading.lines).partition("  remedies:\n")[2]
+    assert Message(code, value=address, root=tmp_path).in_text(remedies)

@@ -145,6 +145,11 @@ def test_lora_is_explained(plan):
     assert any(line.startswith("  LoRA adapters are ") for line in lines(plan()))
 
 
+def test_parameters_that_are_not_trained_are_marked(plan):
+    groups = [line[2:30].strip() for line in lines(plan()) if line.startswith("  projector")]
+    assert groups == ["projector, frozen"]
+
+
 def test_the_paper_s_own_counts_follow_those_of_its_datasets(plan):
     def paper_rows(shares):
         workload = replace(plan().workload, groups=[SampleGroup(shares, 29, 15, {})])
