@@ -574,6 +574,14 @@ def test_ingests_records_give_the_scores_of_the_datasets_own_folder(clevr, tmp_p
     assert "'mini/000001.png'" in note
 
 
+def test_a_damaged_table_of_records_is_named_with_its_part(tmp_path):
+    part = tmp_path / "own/records/00000.parquet"
+    part.parent.mkdir(parents=True)
+    part.write_text("no table")
+    with raises(DataError, "files.unreadable_stage_output", path=part, writer="ingest"):
+        find_references(task("own"), None, part.parent)
+
+
 def test_a_benchmark_with_a_grammar_tells_whether_the_change_is_right(clevr, tmp_path):
     write_json(clevr / "grammar.json", GRAMMAR)
     keys = [f"CLEVR_default_{scene:06d}.png" for scene in (1, 12, 3, 5, 8, 9)]

@@ -285,3 +285,14 @@ def test_images_at_addresses_get_the_remedy_for_their_kind(address, code, tmp_pa
     reading = read_folder("own", DatasetEntry(reader="pairs", root=tmp_path))
     remedies = "\n".join(reading.lines).partition("  remedies:\n")[2]
     assert Message(code, value=address, root=tmp_path).in_text(remedies)
+
+
+@pytest.mark.parametrize("count", [0, 2], ids=["no row", "two rows"])
+def test_a_table_without_a_pair_is_said_to_have_none(count, tmp_path):
+    options = {"manifest": "pairs.csv", "split": "test"}
+    root = write_rows(tmp_path / "own", count)
+    for image in (f"{number}{end}.png" for number in range(count) for end in ("", "_2")):
+        (root / image).write_bytes(b"x")
+    reading = read_folder("own", DatasetEntry(reader="pairs", root=root, options=options))
+    assert any("NO PAIRS" in line for line in reading.lines) == (not count), reading.lines
+    assert reading.is_sound == bool(count)
