@@ -881,9 +881,9 @@ def test_caption_asks_the_model_that_is_named_with_all_its_options(record_answer
 def test_caption_takes_the_champion_and_the_base_of_the_training_by_default(record_answers):
     calls = record_answers(answered("a", "a cup is gone"))
     assert main(["caption", *map(str, PAIR_IMAGES)]) == 0
-    (_, found), *_ = calls
-    assert found["model"] == "champion"
-    assert found["base"] == PARAMS.train.base
+    (_, find_arguments), *_ = calls
+    assert find_arguments["model"] == "champion"
+    assert find_arguments["base"] == PARAMS.train.base
 
 
 def test_caption_reads_a_table_s_columns_and_root_as_they_are_named(record_answers, monkeypatch):

@@ -119,12 +119,12 @@ def test_a_fault_of_a_checkpoint_names_the_folder_that_it_came_from(is_absolute,
 class Registry:
     """A registry with one version, whose run has scores on the test set `registered`.
 
-    kept: the version, test set and folder of the scores that were stored in the run.
+    stored_scores: the client, version, test set and folder of the scores that were stored in the run.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, source: Source) -> None:
-        self.kept: list[tuple[Any, ...]] = []
-        self.found: list[tuple[Any, ...]] = []
+        self.stored_scores: list[tuple[Any, ...]] = []
+        self.searches: list[tuple[Any, ...]] = []
         self.sources: list[Source] = []
         self.present_test_set = "registered"
         self.version = SimpleNamespace(name="m3diff", version="3", run_id="the run", tags={})
@@ -134,7 +134,7 @@ class Registry:
             yield f"client of {tracking_uri}"
 
         def find(*arguments: Any) -> Source:
-            self.found.append(arguments)
+            self.searches.append(arguments)
             return source
 
         monkeypatch.setattr(module, "find", find)
@@ -142,7 +142,7 @@ class Registry:
         monkeypatch.setattr(module, "hash_test_set", lambda paths: self.present_test_set)
         monkeypatch.setattr(module, "read_test_set", lambda version: "registered")
         monkeypatch.setattr(module, "find_version", lambda client, name, number: (client, name, number))
-        monkeypatch.setattr(module, "keep_scores", lambda *arguments: self.kept.append(arguments))
+        monkeypatch.setattr(module, "keep_scores", lambda *arguments: self.stored_scores.append(arguments))
         monkeypatch.setattr(tracking, "connect", connect)
 
     def score(self, params: Params, source: Source, out: Path) -> EvaluateReport:
@@ -165,21 +165,21 @@ def test_a_version_is_scored_in_the_scratch_folder_and_its_new_scores_are_kept(p
     assert pq.read_table(folder / "report" / module.SCORES) == TABLE
     register = params.register_
     limit = params.predict.max_new_tokens
-    assert registry.found == [(register.tracking_uri, register.model_name, "champion", Path("base"), limit)]
+    assert registry.searches == [(register.tracking_uri, register.model_name, "champion", Path("base"), limit)]
     client = f"client of {register.tracking_uri}"
-    assert registry.kept == [(client, (client, register.model_name, "3"), "present", folder)]
+    assert registry.stored_scores == [(client, (client, register.model_name, "3"), "present", folder)]
 
 
 def test_scores_that_the_run_of_a_version_has_are_not_kept_twice(params, registry):
     score_model(params, "champion", Path("base"))
-    assert registry.kept == []
+    assert registry.stored_scores == []
 
 
 def test_the_scores_of_a_folder_are_kept_in_no_run_and_replace_no_folder(params, registry, checkpoint):
     registry.present_test_set = "present"
     folder, _ = score_model(params, str(checkpoint), Path("base"), Path("out"))
     assert folder == Path("out")
-    assert registry.kept == []
+    assert registry.stored_scores == []
     with raises(DataError, "rescore.out_exists", path=Path("out")):
         score_model(params, str(checkpoint), Path("base"), Path("out"))
     assert len(registry.sources) == 1
@@ -203,14 +203,14 @@ def test_a_champion_is_scored_with_its_own_limit_and_its_scores_are_kept(params,
     champion.version.tags[tracking.TOKEN_LIMIT_TAG] = "9"
     assert rescore("the client", params, champion.version, "registered") == TABLE
     assert champion.sources == [Source("m3diff", checkpoint, 9, None)]
-    ((client, version, test_set, _),) = champion.kept
+    ((client, version, test_set, _),) = champion.stored_scores
     assert client == "the client"
     assert version is champion.version
     assert test_set == "registered"
     assert list((params.compute.scratch / "promote").iterdir()) == [], "the folder is removed"
 
 
-def test_a_champion_of_adapters_without_a_limit_takes_the_base_and_limit_of_the_parameters(params, champion):
+def test_a_champion_of_adapters_takes_its_base_and_limit_from_the_parameters(params, champion):
     champion.has_only_adapters = True
     rescore("the client", params, champion.version, "registered")
     (source,) = champion.sources
@@ -221,7 +221,7 @@ def test_a_champion_of_adapters_without_a_limit_takes_the_base_and_limit_of_the_
 def test_the_scores_of_a_champion_without_a_run_are_compared_but_not_kept(params, champion):
     champion.run = None
     assert rescore("the client", params, champion.version, "registered") == TABLE
-    assert champion.kept == []
+    assert champion.stored_scores == []
 
 
 def test_a_champion_is_not_scored_on_another_test_set(params, champion):

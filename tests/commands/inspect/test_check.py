@@ -82,7 +82,7 @@ def test_the_option_that_answers_a_doubt_keeps_the_texts_that_it_has(placeholder
     assert "{no_caption: ['-', nan]}" in str(refused.value)
 
 
-def test_the_option_for_columns_of_other_names_keeps_the_columns_that_the_entry_names(tmp_path):
+def test_the_option_for_columns_of_other_names_keeps_the_entry_s_columns(tmp_path):
     images = {"vor": "0.png", "after": "1.png", "split": "train"}
     rows = [images | {"caption": "a tree fell"}, images | {"text": "the lamp is out"}]
     write_json(tmp_path / "data.json", rows)

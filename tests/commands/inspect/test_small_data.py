@@ -261,12 +261,12 @@ def write_rows(root: Path, count: int) -> Path:
     return root
 
 
-def test_a_table_of_a_named_split_is_offered_a_draw_in_its_place_if_it_has_enough_pairs(tmp_path):
+def test_a_table_of_a_named_split_is_offered_a_draw_if_it_has_enough_pairs(tmp_path):
     options = {"split": "train"}
-    few = DatasetEntry(reader="pairs", root=write_rows(tmp_path / "few", 1), options=options)
-    assert no_test_pairs_line(few).endswith(TOO_FEW_TO_DRAW)
-    many = few.model_copy(update={"root": write_rows(tmp_path / "many", PAIRS)})
-    assert "in place of `split: train`, draws " in no_test_pairs_line(many)
+    small_entry = DatasetEntry(reader="pairs", root=write_rows(tmp_path / "few", 1), options=options)
+    assert no_test_pairs_line(small_entry).endswith(TOO_FEW_TO_DRAW)
+    large_entry = small_entry.model_copy(update={"root": write_rows(tmp_path / "many", PAIRS)})
+    assert "in place of `split: train`, draws " in no_test_pairs_line(large_entry)
 
 
 def test_tables_of_named_splits_are_told_to_add_one_of_test_pairs(tmp_path):
