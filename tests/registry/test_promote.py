@@ -65,6 +65,18 @@ def test_the_record_has_each_decision_with_parameters_numbers_reason_and_time(re
     assert f"SPICE 0.2000 over {PAIRS} pairs of {protocol}" in first_entry.reason
 
 
+def test_refusals_of_different_versions_are_recorded_and_a_repeated_one_is_not(registry):
+    registry.grow(1.0, 0.5)
+    third = registry.add(0.5)
+    for _ in range(2):
+        registry.decide(version=third)
+    assert [(entry.target, entry.outcome) for entry in registry.entries()] == [
+        (1, "first"),
+        (2, "refused"),
+        (3, "refused"),
+    ]
+
+
 @pytest.mark.fault("23")
 def test_a_challenger_without_scores_or_without_those_of_the_gate_is_refused(registry):
     registry.add()
