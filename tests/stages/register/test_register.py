@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -627,9 +628,52 @@ def test_a_stored_model_has_predicts_limit_and_adapters_their_base(keeps, tmp_pa
     client = SimpleNamespace(
         get_run=lambda run_id: run, search_logged_models=lambda *conditions: PagedList([], token=None)
     )
-    stage.log_model(client, "run", cfg, paths, 7, tmp_path / "base")
+    assert stage.log_model(client, "run", cfg, paths, 7, tmp_path / "base") == "models:/m-1"
     base = {"base": str(tmp_path / "base")} if keeps == "adapters" else {}
     assert stored["model_config"] == {"max_new_tokens": 7} | base
+
+
+def test_the_complete_model_that_a_run_has_is_used_and_an_incomplete_one_is_not(monkeypatch):
+    models = [
+        SimpleNamespace(model_uri="models:/m-1", status=LoggedModelStatus.PENDING),
+        SimpleNamespace(model_uri="models:/m-2", status=LoggedModelStatus.READY),
+    ]
+    run = SimpleNamespace(info=SimpleNamespace(experiment_id="0"))
+    conditions: list[tuple[Any, ...]] = []
+
+    def search(*condition: Any) -> PagedList:
+        conditions.append(condition)
+        return PagedList(models, token=None)
+
+    client: Any = SimpleNamespace(get_run=lambda run_id: run, search_logged_models=search)
+    params = load_params(toy.REPOSITORY / "params.yaml")
+    assert stage.log_model(client, "a", params.register_, params.paths, 7, Path("base")) == "models:/m-2"
+    assert conditions == [(["0"], "source_run_id = 'a'")]
+
+
+def test_a_loaded_version_prepares_its_process_before_it_loads_the_checkpoint(monkeypatch):
+    steps: list[str] = []
+    monkeypatch.setattr("m3diff.runtime.prepare", lambda: steps.append("prepare"))
+    monkeypatch.setattr(generation, "load_captioner", lambda *arguments: steps.append("load"))
+    context = SimpleNamespace(artifacts={"checkpoint": "some/where"}, model_config={"max_new_tokens": 7})
+    PyfuncCaptioner().load_context(context)
+    assert steps == ["prepare", "load"]
+
+
+@pytest.mark.parametrize(
+    ("images", "columns"), [(2, {"before": 0, "after": 1}), (1, {"images": [0]}), (0, {"images": []})], ids=str
+)
+def test_the_example_of_a_model_is_a_record_with_its_images_question_and_history(images, columns, tmp_path):
+    reds = write_reds(tmp_path, images)
+    encoded = [base64.b64encode(Path(path).read_bytes()).decode() for path in reds]
+    turn = {"question": "Is it a room?", "answer": "yes"}
+    record = {"images": [{"uri": path, "sha256": b"1"} for path in reds], "question": "How many?", "history": [turn]}
+    (row,) = stage.build_example(write_test_set(tmp_path, **record)).to_dict("records")
+    contents = {
+        name: [encoded[number] for number in numbers] if isinstance(numbers, list) else encoded[numbers]
+        for name, numbers in columns.items()
+    }
+    assert row == {**contents, "question": "How many?", "history": [turn]}
 
 
 # A PNG of one pixel
@@ -771,6 +815,73 @@ def test_only_runs_that_no_version_and_no_other_process_uses_are_removed():
     identity = dict.fromkeys(lineage.IDENTITY_TAGS, "1")
     stage.remove_other_runs(client, "1", identity, SimpleNamespace(run_id="used"))
     assert removed == ["left behind"]
+
+
+class LeftoverStore:
+    """A store with runs and stored models of killed and of running registrations. It records what is removed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        here = socket.gethostname()
+        ended = {PROCESS_TAG: f"{here}:{os.getpid()}"}  # work of this process is work of an earlier attempt
+        running = {PROCESS_TAG: f"{here}:1"}
+        self.models = [
+            self.make_model("killed", LoggedModelStatus.PENDING, ended),
+            self.make_model("complete", LoggedModelStatus.READY, ended),
+            self.make_model("being written", LoggedModelStatus.PENDING, running),
+        ]
+        self.runs = [self.make_run("killed", ended), self.make_run("being written", running)]
+        self.runs.append(self.make_run("a training, which has no such tag", {}))
+        self.removed_models: list[str] = []
+        self.ended_runs: list[tuple[str, str]] = []
+        self.deleted_runs: list[str] = []
+        monkeypatch.setattr(stage, "delete_model", lambda client, model: self.removed_models.append(model.name))
+
+    @staticmethod
+    def make_model(name: str, status: LoggedModelStatus, tags: dict[str, str]) -> SimpleNamespace:
+        return SimpleNamespace(name=name, status=status, tags=tags, creation_timestamp=0)
+
+    @staticmethod
+    def make_run(run_id: str, tags: dict[str, str]) -> SimpleNamespace:
+        info = SimpleNamespace(run_id=run_id, status="RUNNING", start_time=0)
+        return SimpleNamespace(info=info, data=SimpleNamespace(tags=tags))
+
+    def search_logged_models(self, experiments: list[str], condition: str) -> PagedList:
+        return PagedList(self.models, None)
+
+    def search_runs(self, experiments: list[str], condition: str, kind: int) -> PagedList:
+        return PagedList(self.runs, None)
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.ended_runs.append((run_id, status))
+
+    def delete_run(self, run_id: str) -> None:
+        self.deleted_runs.append(run_id)
+
+
+def test_incomplete_models_of_killed_registrations_are_removed_and_their_runs_ended(monkeypatch):
+    store = LeftoverStore(monkeypatch)
+    stage.remove_leftovers(store, "1", "m3diff")
+    assert store.removed_models == ["killed"]
+    assert store.ended_runs == [("killed", "KILLED")]
+
+
+def test_a_run_that_a_version_does_not_use_is_removed_with_its_models(monkeypatch):
+    store = LeftoverStore(monkeypatch)
+    del store.runs[1:], store.models[1:]
+    identity = dict.fromkeys(lineage.IDENTITY_TAGS, "1")
+    stage.remove_other_runs(store, "1", identity, SimpleNamespace(run_id="used"))
+    assert store.removed_models == ["killed"]
+    assert store.deleted_runs == ["killed"]
+
+
+def test_the_results_of_a_version_whose_run_was_deleted_are_not_logged(monkeypatch):
+    monkeypatch.setattr(stage, "log_results", lambda *arguments: pytest.fail("logged"))
+    run = SimpleNamespace(info=SimpleNamespace(lifecycle_stage="deleted"))
+    client: Any = SimpleNamespace(get_run=lambda run_id: run)
+    version: Any = SimpleNamespace(name="m3diff", version="4", run_id="a1", tags={})
+    with raises(DataError, "registry.deleted_run", model="m3diff", version=4) as error:
+        stage.update_results(client, load_params(toy.REPOSITORY / "params.yaml").paths, version, {})
+    assert error.value.fields["command"].endswith("mlflow runs restore --run-id a1")
 
 
 def test_a_model_requires_the_installed_versions_without_local_labels(monkeypatch):
