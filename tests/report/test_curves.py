@@ -268,11 +268,11 @@ CENTRE = (LEFT_MARGIN + RIGHT) / 2
 
 def test_a_line_goes_from_the_first_step_at_the_left_to_the_last_at_the_right():
     chart = Chart("a", "b", [make_line("c", [Point(1, 0.0), Point(2, 1.0), Point(3, 2.0)])], steps=3)
-    left, centre, right = path_of(chart, "line s0")[:3]
-    assert [x for x, _ in (left, centre, right)] == [LEFT_MARGIN, CENTRE, RIGHT]
-    assert left[1] == BOTTOM, "zero is at the bottom"
-    assert TOP_MARGIN < right[1] < TOP_MARGIN + 0.1 * PLOT_HEIGHT
-    assert centre[1] == pytest.approx((left[1] + right[1]) / 2, abs=0.1)
+    start, centre, end = path_of(chart, "line s0")[:3]
+    assert [x for x, _ in (start, centre, end)] == [LEFT_MARGIN, CENTRE, RIGHT]
+    assert start[1] == BOTTOM, "zero is at the bottom"
+    assert TOP_MARGIN < end[1] < TOP_MARGIN + 0.1 * PLOT_HEIGHT
+    assert centre[1] == pytest.approx((start[1] + end[1]) / 2, abs=0.1)
 
 
 def test_two_points_are_a_line_and_the_values_of_a_loss_fill_the_height():

@@ -177,17 +177,19 @@ def test_the_rules_of_a_protocol_are_told_where_they_apply_and_nowhere_else(case
     assert [words for words in special_words if words in text and words not in own_words] == []
 
 
-def asked(questions: int, **values: float | None) -> dict[str, float | None]:
+def make_question_scores(questions: int, **values: float | None) -> dict[str, float | None]:
     return {"questions": questions, "pairs": questions, **values}
 
 
 def test_the_answers_have_a_row_for_each_kind_that_was_asked_with_its_interval():
     kinds = {
-        "by_kind/place": asked(3, exact_match=0.5, number_accuracy=None),
-        "by_kind/count": asked(1200, exact_match=0.25, number_accuracy=0.75),
-        "by_kind/none": asked(0, exact_match=None),
+        "by_kind/place": make_question_scores(3, exact_match=0.5, number_accuracy=None),
+        "by_kind/count": make_question_scores(1200, exact_match=0.25, number_accuracy=0.75),
+        "by_kind/none": make_question_scores(0, exact_match=None),
     }
-    values = asked(1203, exact_match=0.4, number_accuracy=0.75, yes_no_accuracy=None, choice_accuracy=None)
+    values = make_question_scores(
+        1203, exact_match=0.4, number_accuracy=0.75, yes_no_accuracy=None, choice_accuracy=None
+    )
     interval = Interval(low=0.2, high=0.3)
     protocol_scores = scores(groups=kinds).model_copy(
         update={
@@ -210,7 +212,7 @@ def test_the_answers_have_a_row_for_each_kind_that_was_asked_with_its_interval()
 
 def test_every_form_of_a_question_has_a_column_of_answers():
     names = ("exact_match", "yes_no_accuracy", "number_accuracy", "choice_accuracy")
-    values = asked(4, **{name: 0.1 * number for number, name in enumerate(names, start=1)})
+    values = make_question_scores(4, **{name: 0.1 * number for number, name in enumerate(names, start=1)})
     table = answer_table("toy/all", scores().model_copy(update={"scores": values}))
     assert table is not None
     assert table.columns[2:] == ("exact match", "yes or no", "number", "choice")
