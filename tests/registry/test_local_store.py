@@ -241,7 +241,7 @@ def test_a_file_of_a_checkpoint_leads_to_its_folder(tmp_path, monkeypatch):
         source("model.safetensors")
 
 
-def test_a_folder_and_the_checkpoint_in_it_are_one_model_with_the_limit_that_was_given(tmp_path):
+def test_a_folder_and_the_checkpoint_in_it_are_one_model_with_the_given_limit(tmp_path):
     checkpoint = tmp_path / "model" / "checkpoint"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text("{}")

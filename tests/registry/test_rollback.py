@@ -182,7 +182,7 @@ def test_a_refusal_of_a_version_that_was_rolled_back_says_who_did_it_and_why(rol
     assert "worse on the new camera" in reason
 
 
-def test_a_rollback_to_a_version_that_was_never_champion_leads_back_to_an_earlier_one(three):
+def test_a_rollback_to_a_version_that_never_was_champion_keeps_an_earlier_one(three):
     never_champion = three.add(0.1)
     assert three.rollback(never_champion).previous == 2, "the champion of now is rolled back"
     assert three.aliases()["previous"] == 2

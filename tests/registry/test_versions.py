@@ -38,7 +38,7 @@ ROW |= {"weights_bytes": 1_234_000_000, "commit": "a" * 40, "dirty": True, "run"
 BARE_ROW = ROW | {"aliases": [], "scores": {}, "commit": None, "run": None}
 
 
-def test_the_table_of_versions_has_scores_times_100_and_a_plus_for_uncommitted_changes():
+def test_the_table_has_scores_times_100_and_a_plus_for_uncommitted_changes():
     head, full, committed, bare, *_ = format_table(
         [ROW, ROW | {"dirty": False}, BARE_ROW], "toy/all", ["CIDEr"]
     ).splitlines()
