@@ -176,12 +176,6 @@ def test_a_champion_from_before_the_record_is_rolled_back_too(registry):
     play(registry, "aliases -> champion 1\npromote -> refused: m3diff promote --again")
 
 
-def test_a_refusal_of_a_version_that_was_rolled_back_says_who_did_it_and_why(rolled_back):
-    reason = rolled_back.decide(version=2).reason
-    assert reason.startswith(f"{user_and_host()} ")
-    assert "worse on the new camera" in reason
-
-
 def test_a_rollback_to_a_version_that_never_was_champion_keeps_an_earlier_one(three):
     never_champion = three.add(0.1)
     assert three.rollback(never_champion).previous == 2, "the champion of now is rolled back"
