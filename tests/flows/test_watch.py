@@ -378,3 +378,17 @@ def test_a_check_with_a_wrong_setting_is_refused_in_one_sentence(run_watch, monk
     assert state.name.startswith("Refused: ")
     assert Message("flows.drop_folder_not_tracked", key="M3DIFF_DROP", folder="data/other") == state.message
     assert run_watch.started == []
+
+
+def test_a_check_with_the_code_of_another_checkout_is_refused_like_a_run(run_watch, monkeypatch):
+    error = DataError("dvc.code_of_other_checkout", code=Path("/a"), folder=Path("/b"))
+
+    def refuse() -> None:
+        raise error
+
+    monkeypatch.setattr(watch, "require_own_code", refuse)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", lambda: SimpleNamespace(error=run_watch.logged.append))
+    state = run_watch()
+    assert state.name == f"Refused: {error.fault.problem}"
+    assert run_watch.logged == [str(error)]
+    assert run_watch.started == []
