@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticUndefined
 
 from m3diff.records.errors import Fault
 from m3diff.settings import load
@@ -332,6 +333,14 @@ def sections(base: type[Section] = Section) -> list[type[Section]]:
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
 def test_every_field_of_a_section_has_a_description(section: type[Section]):
     assert [name for name in section.model_fields if name not in section.field_descriptions()] == []
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_the_default_of_every_field_keeps_the_rules_of_the_field(section: type[Section]):
+    for name, field in section.model_fields.items():
+        if field.default is not PydanticUndefined and field.metadata:
+            rules: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, *field.metadata])
+            assert rules.validate_python(field.default) == field.default, name
 
 
 def test_the_json_schema_of_a_section_has_the_descriptions():
