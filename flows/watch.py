@@ -48,7 +48,7 @@ def watch() -> State:
     """Check all sources once, and start retrain if there are new data.
 
     If a source cannot be updated, the flow fails after the other sources have been updated. If a setting is invalid,
-    nothing is checked.
+    or the code belongs to another checkout, the flow is refused like a run.
     """
     prepare()
     log = get_run_logger()
@@ -57,7 +57,7 @@ def watch() -> State:
     try:
         require_own_code()
         failures = update_changed_sources(watch_state, log.info)
-    except ParamsError as error:
+    except (ParamsError, DataError) as error:
         return refuse_run(error)
     data_commit = find_data_commit()
     reason = ""

@@ -177,7 +177,8 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
 
     Handler.chat = chat
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
+    # `shutdown` waits for the end of an interval, which is half a second by default
+    threading.Thread(target=http.serve_forever, args=[0.01], daemon=True).start()
     chat.url = f"http://127.0.0.1:{http.server_port}/v1"
     try:
         yield chat

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -584,3 +585,13 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "spot_the_diff": write_spot,
     "syned": write_syned,
 }
+
+
+def write_test_set(root: Path, captioned: tuple[str, ...] = ("b", "a"), **changes: Any) -> Any:
+    """Write three clean records, and predictions for some of them. `changes` replace fields of record a."""
+    images = [{"uri": f"{number}.png", "sha256": number.encode()} for number in "12"]
+    rows = [{"id": name, "images": images, "references": ["x", "y"]} for name in "cba"]
+    rows[2] |= changes
+    write_record_table(root / "records", rows)
+    (root / "predictions.json").write_text(json.dumps([{"image_id": name, "caption": ""} for name in captioned]))
+    return SimpleNamespace(clean=root, predictions=root)

@@ -163,7 +163,7 @@ class Listener:
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"json://user:secret-word@127.0.0.1:{self.server.server_port}/hook"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=[0.01], daemon=True).start()
 
 
 # The servers of a team

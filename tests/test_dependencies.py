@@ -67,6 +67,8 @@ def test_there_are_digests_of_every_stage_and_of_no_other(has_digests, tmp_path,
     params = load_params(REPOSITORY / "params.yaml")
     write_digests(params)
     assert {path.stem for path in Path("code").iterdir()} == modules_by_stage(params).keys()
+    for file in Path("code").iterdir():
+        assert file.read_bytes() == (REPOSITORY / file).read_bytes(), "run `dvc repro code`; DVC compares the bytes"
 
 
 def test_dvc_lock_is_of_the_committed_code_and_parameters():

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,19 +17,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
+import openai
 import pytest
 from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from m3diff.endpoint import client
-from m3diff.endpoint.answers import UNKNOWN_SERVER, AnswerStore, EndpointAnswer, OtherServerError, other_server_error
-from m3diff.endpoint.client import REUSE_OPTION, Endpoint
+from m3diff.endpoint.answers import (
+    UNKNOWN_SERVER,
+    AnswerStore,
+    EndpointAnswer,
+    OtherServerError,
+    StoredAnswer,
+    count_answers_by_server,
+    describe_cache,
+    other_server_error,
+)
+from m3diff.endpoint.client import REUSE_OPTION, Endpoint, describe_question
 from m3diff.endpoint.questions import EndpointQuestion, data_url
 from m3diff.endpoint.servers import ServerIdentity, read_server
 from m3diff.endpoint.silence import SilenceWatch
-from m3diff.endpoint.transport import EndpointError, RedirectError, redirect_error, redirect_target
+from m3diff.endpoint.transport import EndpointError, RedirectError, http_client, redirect_error, redirect_target
 from m3diff.endpoint.url import normalised_url
 from m3diff.images.open import load_image
 from m3diff.records.errors import Fault
@@ -199,6 +211,16 @@ def test_the_key_of_an_answer_covers_the_whole_question_and_the_model(server, tm
     assert server.requests[-1]["max_tokens"] == 7
 
 
+def test_a_request_has_a_seed_and_a_limit_only_if_they_are_set(server, tmp_path):
+    """Some servers reject null for a number."""
+    ask(server, tmp_path, "a?")
+    endpoint(server, tmp_path, max_tokens=7).ask([EndpointQuestion("b?", seed=0)], "test")
+    plain_request, full_request = server.requests
+    assert plain_request.keys() == {"model", "messages", "temperature"}
+    assert full_request["seed"] == 0
+    assert full_request["max_tokens"] == 7
+
+
 def test_the_key_of_a_question_without_history_is_that_of_earlier_versions(server, tmp_path):
     facts = {"model": "m", "system": "", "question": "a?", "images": [], "seed": None, "n": 0, "max_tokens": None}
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -238,6 +260,11 @@ def test_a_temporary_rejection_is_retried_after_the_time_that_the_server_sets(se
         (" \n", ("empty", " \n")),
         (None, ("empty", "")),
         ({"content": None, "reasoning_content": "thought"}, ("empty", "thought")),
+        ({"content": None, "reasoning": "thought"}, ("empty", "thought")),
+        (
+            {"content": [{"type": "text", "text": "The cup"}, {"type": "text", "text": " went."}]},
+            ("text", "The cup went."),
+        ),
         ({"content": '["half', "finish_reason": "length"}, ("cut", '["half')),
         ("<think>\nIs it [the] cup?\n</think>\n\nThe cup went.", ("text", "The cup went.")),
         ("Is it the cup?\n</think>\n\nThe cup went.", ("text", "The cup went.")),
@@ -282,6 +309,14 @@ def test_a_reply_without_an_answer_ends_the_run_and_earlier_answers_stay(reply, 
     server.replies = {}
     assert ask(server, tmp_path, "a?", "b?") == [YES] * 2
     assert server.texts.count("a?") == 1
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503])
+def test_a_question_that_may_be_answered_later_is_no_error_of_the_user(status, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "RETRIES", 0)
+    server.default = status
+    with raises(EndpointError, "endpoint.failed", url=server.url, names=["'a?'"]):
+        ask(server, tmp_path, "a?")
 
 
 def test_a_form_that_the_server_always_rejects_is_the_users_error(server, tmp_path, monkeypatch):
@@ -574,6 +609,22 @@ def test_the_user_may_ask_again_and_each_server_keeps_its_answers(server, tmp_pa
         assert len(first_server.requests) == len(server.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("new_questions", "root"),
+    [(("a?", "b?"), "/weights/b"), (("b?",), "/weights/a")],
+    ids=["all asked again", "one asked again"],
+)
+def test_cached_answers_are_of_the_last_model_that_answered_all(new_questions, root, server, tmp_path):
+    server.reply = lambda text: server.models["data"][1]["root"]
+    server.models = models(root="/weights/a")
+    ask(server, tmp_path, "a?", "b?")
+    server.models = models(root="/weights/b")
+    ask(server, tmp_path, *new_questions, reuse=False)
+    server.requests.clear()
+    assert ask(server, tmp_path, "a?", "b?") == [("text", root)] * 2
+    assert server.requests == []
+
+
 CHANGES = {
     "root": models(root="/weights/b", max_model_len=9),
     "length": models(root="/weights/a", max_model_len=8),
@@ -791,12 +842,65 @@ def test_a_server_that_cannot_be_read_is_not_recorded(value):
     assert read_server(value) is None
 
 
+@pytest.mark.parametrize("length", [True, "9", 9.5, None])
+def test_a_fact_of_a_server_with_another_type_is_left_out(length):
+    entry = {"url": "http://a/v1", "id": "m", "root": 5, "max_model_len": length}
+    assert read_server(entry) == ServerIdentity("http://a/v1", "m")
+
+
+def test_answers_are_counted_by_server_with_the_dates_of_the_cached_ones(tmp_path):
+    server = ServerIdentity("http://a/v1", "m", "/weights/a", 9)
+    days = ["2026-01-03", "2026-01-05", "2026-01-01"]
+    stored_answers = [StoredAnswer(EndpointAnswer("text", "yes"), server, f"{day}T10:00:00+00:00") for day in days]
+    stored_answers.append(StoredAnswer(EndpointAnswer("text", "no")))
+    known_source, unknown_source = count_answers_by_server(stored_answers, [True, False, True, True])
+    facts = {"id": "m", "root": "/weights/a", "max_model_len": 9}
+    dates = {"cached_from": "2026-01-01T10:00:00+00:00", "cached_until": "2026-01-03T10:00:00+00:00"}
+    assert known_source.model_dump() == {"url": "http://a/v1", **facts, "answers": 3, "cached": 2, **dates}
+    assert unknown_source.model_dump() == dict.fromkeys([*known_source.model_dump()]) | {"answers": 1, "cached": 1}
+    line = describe_cache([known_source, unknown_source], tmp_path)
+    assert all(word in line for word in ("2026-01-01", "2026-01-03", "/weights/a", UNKNOWN_SERVER, str(tmp_path)))
+    assert "2026-01-05" not in line
+
+
+def test_a_question_is_named_by_its_images_or_by_the_beginning_of_its_text():
+    images = (Path("a.png"), Path("b.png"))
+    assert describe_question(EndpointQuestion("What has changed?", images)) == ["a.png", "b.png"]
+    assert describe_question(EndpointQuestion("?" * 100)) == [repr("?" * 60)]
+
+
 # A server that does not answer in time
 
 
 def two_images(folder: Path, count: int) -> list[EndpointQuestion]:
     images = (picture(folder / "one.png"), picture(folder / "two.png", "blue"))
     return [EndpointQuestion(f"question {number}.", images) for number in range(count)]
+
+
+def test_a_question_waits_while_another_is_silent_until_an_answer_arrives():
+    watch = SilenceWatch(lambda: None)
+    begun_questions: list[bool] = []
+    thread = threading.Thread(target=lambda: begun_questions.append(watch.begin_question()), daemon=True)
+    assert [watch.begin_question() for _ in range(2)] == [True, True]
+    watch.end_question(is_answered=False)
+    thread.start()
+    thread.join(0.05)
+    assert begun_questions == []
+    watch.end_question(is_answered=True)
+    thread.join(10)
+    assert begun_questions == [True]
+
+
+def test_a_waiting_question_is_not_asked_after_the_end_of_the_run():
+    watch = SilenceWatch(lambda: None)
+    begun_questions: list[bool] = []
+    thread = threading.Thread(target=lambda: begun_questions.append(watch.begin_question()), daemon=True)
+    assert [watch.begin_question() for _ in range(2)] == [True, True]
+    watch.end_question(is_answered=False)
+    thread.start()
+    watch.stop()
+    thread.join(10)
+    assert begun_questions == [False]
 
 
 @pytest.mark.parametrize(
@@ -855,6 +959,26 @@ def test_a_reset_connection_ends_the_run_like_a_refused_one(server, tmp_path, mo
     assert len(server.requests) == 2
     with raises(EndpointError, "endpoint.no_list_of_models"):
         ask(Server("", url="http://127.0.0.1:9/v1"), tmp_path, "a?")
+
+
+class RecordedStream(httpx2.SyncByteStream):
+    """The body of a reply, which records whether it was closed, and with it the connection."""
+
+    is_closed = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b" "
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_the_connection_of_a_reply_that_takes_too_long_is_closed(monkeypatch):
+    body = RecordedStream()
+    monkeypatch.setattr(httpx2.HTTPTransport, "handle_request", lambda *_: httpx2.Response(200, stream=body))
+    with http_client(trust_env=False) as limited_client, pytest.raises(openai.APITimeoutError):
+        limited_client.get("http://127.0.0.1:9/v1", timeout=-1)
+    assert body.is_closed
 
 
 def test_a_slow_reply_within_the_limit_is_an_answer(server, tmp_path):

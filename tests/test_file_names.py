@@ -10,7 +10,7 @@ from m3diff.records.errors import DataError, is_utf8, shell_word
 from m3diff.serving.caption import find_inputs
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
-from tests.errors import raises
+from tests.errors import Message, raises
 from tests.layouts import save_picture
 
 ENCODINGS = ["latin-1", "cp1252", "cp437", "utf-16-le"]
@@ -33,6 +33,14 @@ def test_data_check_names_files_whose_names_are_not_utf8_with_the_remedy(encodin
     assert len(remedies) == 1
     assert "\\x" in remedies[0]
     remedies[0].encode()  # can be printed anywhere
+
+
+def test_a_single_file_whose_name_is_not_utf8_is_the_example_in_the_remedy(tmp_path):
+    write_dataset(tmp_path / "raw", "latin-1")
+    os.remove(os.path.join(os.fsencode(tmp_path / "raw"), "thé.png".encode("latin-1")))
+    lines, _ = check(tmp_path / "raw", {})
+    example = "café.png".encode("latin-1")
+    assert Message("check.file_names_not_utf8", files=1, example=example).in_text("\n".join(lines))
 
 
 def test_ingest_counts_images_whose_names_are_not_utf8_as_missing(tmp_path):

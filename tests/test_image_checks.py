@@ -5,6 +5,7 @@ import io
 import os
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,11 @@ import pytest
 from PIL import Image
 
 from m3diff.images import check as image_check
+from m3diff.images import workers
 from m3diff.images.check import check_image, check_images
 from tests.errors import Message
 from tests.layouts import save_picture
-from tests.test_images import png_chunks
+from tests.test_images import png, png_chunks
 from tests.tiny import noise_image
 
 
@@ -127,6 +129,19 @@ def test_a_check_has_bits_colour_and_upright_size(tmp_path, mode, suffix, bits, 
     assert check["color"] == color
 
 
+def test_colours_of_16_bits_are_counted_as_16_bits(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(16, 2, [bytes(range(60, 84))] * 4))
+    assert check_image(str(tmp_path / "a.png"), 1600)["bits"] == 16
+
+
+@pytest.mark.parametrize(("blue", "color"), [(116, "colorless"), (117, "color")])
+def test_pixels_that_are_grey_but_for_the_noise_of_jpeg_have_no_colour(blue, color, tmp_path):
+    picture = Image.new("RGB", (80, 80), (100, 100, 100))
+    picture.paste((104, 100, blue), (0, 0, 40, 40))
+    picture.save(tmp_path / "a.png")
+    assert check_image(str(tmp_path / "a.png"), 6400)["color"] == color
+
+
 @pytest.fixture
 def read_paths(monkeypatch) -> list[list[str]]:
     read_names: list[list[str]] = []
@@ -215,7 +230,12 @@ def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, mon
             return self.function(*arguments)
 
     batches: list[int] = []
-    ray = SimpleNamespace(init=lambda *_, **__: None, remote=Task, put=lambda value: value, get=lambda value: value)
+    addresses: list[str] = []
+
+    def connect(address: str, **_: object) -> None:
+        addresses.append(address)
+
+    ray = SimpleNamespace(init=connect, remote=Task, put=lambda value: value, get=lambda value: value)
     names = [f"{number}.png" for number in range(8)]
     for number, name in enumerate(names):
         save_picture(tmp_path / name, number)
@@ -228,3 +248,31 @@ def test_images_are_dealt_to_a_cluster_in_batches_and_none_is_lost(tmp_path, mon
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which a worker sets
     assert frame_of(tmp_path, *names).equals(local_checks)
     assert batches == [3, 3, 2]
+    assert addresses == ["anywhere"]
+
+
+def test_many_images_are_dealt_to_workers_in_batches_and_none_is_lost(tmp_path, monkeypatch):
+    names = [f"{number}.png" for number in range(8)]
+    for number, name in enumerate(names):
+        save_picture(tmp_path / name, number)
+    checks_in_this_process = frame_of(tmp_path, *names)
+    (tmp_path / "cache.parquet").unlink()
+    monkeypatch.setattr(image_check, "MIN_FILES_FOR_WORKERS", 7)
+    monkeypatch.setattr(image_check, "worker_pool", lambda: ThreadPoolExecutor(2))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which a worker sets
+    assert frame_of(tmp_path, *names).equals(checks_in_this_process)
+    assert Image.MAX_IMAGE_PIXELS is None, "workers have checked them"
+
+
+@pytest.mark.parametrize("has_sockets", [True, False])
+def test_workers_are_started_without_a_fork_of_this_process(has_sockets, monkeypatch):
+    """A fork would copy the locks of polars. A file system without sockets does not allow a server of forks."""
+
+    def ensure_running() -> None:
+        if not has_sockets:
+            raise OSError("no sockets")
+
+    monkeypatch.setattr(workers.forkserver, "ensure_running", ensure_running)
+    monkeypatch.setattr(workers, "usable_cpus", lambda: 3)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", lambda size, context: {size: context.get_start_method()})
+    assert workers.worker_pool() == {3: "forkserver" if has_sockets else "spawn"}

@@ -217,6 +217,7 @@ DARK = {
     "no data is 0": marked(slice(0, 8), ALL_LINES, 0, marked(FIRST_LINE, FIRST_LINE, 65535)),
     "no data is 32,767": marked(slice(0, 9), ALL_LINES, 32767),
     "no data is -9,999": marked(slice(0, 9), ALL_LINES, 65536 - 9999),
+    "a border one below saturation": marked(ALL_LINES, slice(60, 64), 65534),
     "a bright column below saturation": marked(ALL_LINES, FIRST_LINE, 52000),
     "two hot pixels of other values": marked(FIRST_LINE, slice(0, 2), 40000),
     "8 bits in 16 and a saturated pixel": marked(FIRST_LINE, FIRST_LINE, 65535, GROUND // 12),
@@ -401,6 +402,10 @@ NO_PICTURES = {
     "a web page after a comment": (b"<!-- saved -->\n<html></html>", Fault("images.web_page")),
     "JSON": (b'{"error": "not found"}', Fault("images.text", kind="JSON", excerpt='{"error": "not found"}')),
     "a list in JSON": (b"[1, 2]", Fault("images.text", kind="JSON", excerpt="[1, 2]")),
+    "a long list in JSON": (
+        b"[" + 5000 * b"1, " + b"2]",
+        Fault("images.text", kind="JSON", excerpt="[" + 13 * "1, " + "..."),
+    ),
     "an answer of S3": (
         b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
         Fault("images.server_error", answer="AccessDenied"),
@@ -418,6 +423,7 @@ NO_PICTURES = {
     "zip": (b"PK\3\4" + bytes(30), Fault("images.archive", kind="a zip archive or an Office document")),
     "gzip": (b"\x1f\x8b\x08" + bytes(30), Fault("images.archive", kind="compressed by gzip")),
     "a video": (b"\0\0\0\x20ftypisom" + bytes(30), Fault("images.video")),
+    "AVI": (b"RIFF" + bytes(4) + b"AVI " + bytes(30), Fault("images.video")),
     "Matroska": (b"\x1aE\xdf\xa3" + bytes(30), Fault("images.video")),
     "NumPy": (b"\x93NUMPY\1\0" + bytes(30), Fault("images.format_not_read", kind="an array of NumPy")),
     "zero bytes": (bytes(5000), Fault("images.only_zero_bytes")),

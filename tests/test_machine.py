@@ -105,6 +105,12 @@ CPUS = {
     ),
     "a group with letters beyond ASCII": ("0::/\u00fcbung\n", ROOT_MOUNT, {"\u00fcbung/cpu.max": "100000 100000\n"}, 1),
     "a group with a line separator": ("0::/a\u2028b\n", ROOT_MOUNT, {"a\u2028b/cpu.max": "100000 100000\n"}, 1),
+    "a mount below a folder with a space": (
+        "0::/\n",
+        [r"31 1 0:28 / /sys/fs/cgroup/my\040groups rw - cgroup2 cgroup rw"],
+        {"my groups/cpu.max": "300000 100000\n"},
+        3,
+    ),
     "no control groups": ("", [], {}, 64),
     "an empty quota": ("0::/\n", ROOT_MOUNT, {"cpu.max": ""}, 64),
     "one number of two": ("0::/\n", ROOT_MOUNT, {"cpu.max": "100000"}, 64),

@@ -1,10 +1,12 @@
-"""Test the outlines of a saliency map: they surround the right cells, have one scale, and leave the image unchanged."""
+"""Test what people see: the outlines of a saliency map around the right cells, and small images without blur."""
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from m3diff.images.enlarge import enlarge
 from m3diff.images.saliency import OUTLINE_COLOURS, draw_outlines, region_borders, segment_in_pixels
+from tests.tiny import noise_image
 
 GROUND = (90, 120, 90)
 THIN_LINE, MEDIUM_LINE, THICK_LINE = OUTLINE_COLOURS.values()
@@ -90,3 +92,27 @@ def test_a_square_map_covers_the_padded_square_and_any_other_map_the_image(size,
 def test_at_the_edge_the_whole_line_is_seen():
     assert segment_in_pixels(((0.0, 0.0), (0.2, 0.0)), (100, 100), 3) == ((2, 2), (20, 2))
     assert segment_in_pixels(((0.8, 1.0), (1.0, 1.0)), (100, 100), 3) == ((80, 97), (97, 97))
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "enlarged_size"),
+    [
+        ((128, 128), {}, (512, 512)),
+        ((40, 60), {}, (520, 780)),
+        ((16, 100), {}, (320, 2000)),
+        ((100, 4000), {}, (100, 4000)),
+        ((300, 10), {"longest_px": 700}, (600, 20)),
+    ],
+    ids=["128 px", "a portrait", "a strip", "a long strip", "a strip for a narrow page"],
+)
+def test_a_small_image_is_enlarged_by_whole_pixels(size, options, enlarged_size):
+    image = noise_image(1, size)
+    enlarged_image = enlarge(image, **options)
+    factor = enlarged_size[0] // size[0]
+    assert enlarged_image.size == enlarged_size
+    assert np.array_equal(np.asarray(enlarged_image), np.asarray(image).repeat(factor, axis=0).repeat(factor, axis=1))
+
+
+def test_a_large_image_is_not_enlarged():
+    image = noise_image(1, (600, 512))
+    assert enlarge(image) is image

@@ -10,16 +10,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticUndefined
 
 from m3diff.records.errors import Fault
 from m3diff.settings import load
 from m3diff.settings.load import load_params
-from m3diff.settings.rules import check_paths, entries_by_original_reader, missing_inputs
+from m3diff.settings.rules import check_paths, entries_by_original_reader, faults_of_inputs, missing_inputs
 from m3diff.settings.section import ParamsError, Section
 from m3diff.settings.tree import Params
 from m3diff.stages.ingest.params import HOW_TO_TEST
@@ -127,6 +128,7 @@ DATASETS = EMBEDDED["ingest"]["datasets"]
 TRAINED = [name for name, entry in DATASETS.items() if entry.get("train_on") != []]
 NO_GRAMMAR = Fault("settings.metrics_and_grammar_decide", protocol="birds/test")
 PAINTER = {"kind": "instruct_pix2pix", "model": "models/ip2p"}
+AUTO = {"family": "auto", "module": None, "rates": {"llm": 0.001}, "lora": {"rank": 2, "alpha": 4}}
 Expected = tuple[str, str, dict[str, Any]]
 
 
@@ -182,6 +184,14 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
             *(overlap("paths.report", f"paths.{name}") for name in EMBEDDED["paths"] if name != "report"),
             overlap("paths.mixture", "paths.records"),
         ],
+    ),
+    "scratch in a folder that a stage writes": (
+        {"compute.scratch": "data/02_records/runs"},
+        [overlap("compute.scratch", "paths.records")],
+    ),
+    "recomputing activations of a family that cannot": (
+        {"train.model": "other", "compute.activation_checkpointing": "full", "models.other": AUTO},
+        [("compute.activation_checkpointing", "cannot_recompute_activations", {"family": "auto", "value": "full"})],
     ),
     **{
         f"a made dataset {where} its source": (
@@ -323,6 +333,14 @@ def sections(base: type[Section] = Section) -> list[type[Section]]:
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
 def test_every_field_of_a_section_has_a_description(section: type[Section]):
     assert [name for name in section.model_fields if name not in section.field_descriptions()] == []
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_the_default_of_every_field_keeps_the_rules_of_the_field(section: type[Section]):
+    for name, field in section.model_fields.items():
+        if field.default is not PydanticUndefined and field.metadata:
+            rules: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, *field.metadata])
+            assert rules.validate_python(field.default) == field.default, name
 
 
 def test_the_json_schema_of_a_section_has_the_descriptions():
@@ -613,6 +631,31 @@ def test_every_path_that_is_missing_is_named_at_once_with_its_remedy(write):
     folder = Path("models/llava-1.5-7b-hf")
     command = f"hf download OWNER/llava-1.5-7b-hf --local-dir {folder}"
     assert is_fault(base, "train.base", "no_base", {"path": folder / "config.json", "command": command})
+
+
+def test_each_stage_that_reads_a_file_of_the_user_names_it_with_its_key(write):
+    changes = made_dataset("made") | {"compute.spice_dir": "jars", "convert.questions": "mine.yaml"}
+    params = load_params(write(changes))
+    expected = {
+        "augment@made": ("augment.made.source.root", "no_source", {"path": Path("data/01_raw/minichange")}),
+        "ingest@made": (
+            "ingest.datasets.made.root",
+            "dataset_not_made",
+            {"path": Path("data/01_raw/made"), "command": "m3diff augment made"},
+        ),
+        "convert": ("convert.questions", "no_questions", {"path": Path("mine.yaml")}),
+        "evaluate": ("compute.spice_dir", "no_spice", {"path": Path("jars")}),
+    }
+    for stage, fault_of_stage in expected.items():
+        (fault,) = faults_of_inputs(params, stage)
+        assert is_fault(fault, *fault_of_stage), stage
+    assert faults_of_inputs(params, "predict") == []
+    assert faults_of_inputs(load_params(write({"compute.spice_dir": None})), "evaluate") == []
+
+
+def test_the_key_of_a_wrong_name_is_the_name_itself(write):
+    (fault,) = faults_of(write({"ingest.datasets.my/pairs": OMNIDIFF}))
+    assert fault.fields["key"] == "ingest.datasets.my/pairs"
 
 
 @pytest.mark.parametrize(("module", "missing"), [({}, 2), ({"vdm": {}}, 0)], ids=["new", "trained"])

@@ -22,27 +22,33 @@ from mlflow.tracking import MlflowClient
 
 from m3diff.commands import preflight as preflight_module
 from m3diff.commands.preflight import (
-    GIB,
     NotReadyError,
+    faults_of_model,
     notes_on_questions,
     preflight,
     preflight_data,
+    samples_by_split,
     size_of,
 )
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Row
-from m3diff.records.errors import Fault
+from m3diff.models import FAMILIES
+from m3diff.models.contract import Takes
+from m3diff.records.errors import DataError, Fault
 from m3diff.registry.decisions import Entry, append_decision
 from m3diff.registry.moves import add_identities
 from m3diff.registry.promote import rollback
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.spice import JARS, NASHORN
 from m3diff.settings.load import load_params
+from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 from m3diff.stages.ingest.params import HOW_TO_TEST, DatasetEntry
 from tests.errors import raises
 from tests.layouts import write_clevr
 from tests.toy import REPOSITORY, store
+
+GIB = 2**30
 
 
 @pytest.fixture
@@ -383,6 +389,12 @@ def test_a_dataset_that_does_not_exist_is_left_to_the_stages(params, base_folder
     preflight_data(with_base(params, base_folder, own=DatasetEntry(reader="pairs", root=tmp_path / "none")))
 
 
+def test_a_gate_s_dataset_that_the_run_does_not_have_is_left_to_the_stages(params, base_folder, tmp_path):
+    run = with_base(params, base_folder, own=own_pairs(tmp_path / "own", "train"))
+    promote = run.promote.model_copy(update={"protocol": "other/test"})
+    preflight_data(run.model_copy(update={"promote": promote}))
+
+
 def test_a_dataset_that_cannot_be_read_is_left_to_the_stages(params, base_folder, tmp_path):
     broken = own_pairs(tmp_path / "broken")
     (tmp_path / "broken/pairs.csv").write_bytes(b"")
@@ -392,6 +404,92 @@ def test_a_dataset_that_cannot_be_read_is_left_to_the_stages(params, base_folder
 def test_the_test_pairs_of_a_published_layout_are_found(params, base_folder, tmp_path):
     root = write_clevr(tmp_path / "clevr")
     preflight_data(with_base(params, base_folder, clevr=DatasetEntry(reader="clevr_change", root=root)))
+
+
+# The largest samples
+
+
+def with_questions(params: Params, **sources: Any) -> Params:
+    """Return the parameters with the questions of the repository, and these sources of the mixture."""
+    changes = {"questions": REPOSITORY / "profiles/questions.yaml", "sources": sources}
+    return params.model_copy(update={"convert": params.convert.model_copy(update=changes)})
+
+
+def test_the_samples_to_check_are_those_that_convert_makes_of_sound_rows(params, base_folder, tmp_path):
+    entry = own_pairs(tmp_path / "own", "train", "train", "val", "test")
+    with (tmp_path / "own/pairs.csv").open("a") as table:
+        table.write("4.png,,it fell,train\n")
+    other_entry = own_pairs(tmp_path / "other", "test")
+    unread_entry = own_pairs(tmp_path / "broken")
+    (tmp_path / "broken/pairs.csv").write_bytes(b"")
+    datasets = {"own": entry, "broken": unread_entry, "other": other_entry}
+    datasets["none"] = DatasetEntry(reader="pairs", root=tmp_path / "none")
+    samples = samples_by_split(with_questions(with_base(params, base_folder, **datasets)))
+    assert {split: len(table) for split, table in samples.items()} == {"test": 2, "train": 2, "val": 1}
+    assert list(samples) == sorted(samples)
+    assert samples["test"].table["dataset"].to_list() == ["own", "other"]
+    images = samples["val"].table["images"].to_list()[0]
+    assert [Path(image["uri"]).name for image in images] == ["2.png", "2_2.png"]
+
+
+def test_a_dataset_that_trains_nothing_has_no_training_samples_to_check(params, base_folder, tmp_path):
+    entry = own_pairs(tmp_path / "own", "train", "test").model_copy(update={"train_on": ()})
+    samples = samples_by_split(with_questions(with_base(params, base_folder, own=entry)))
+    assert "train" not in samples
+
+
+@pytest.fixture
+def family_of_any_size(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The family of the run if its number of tokens depends on the images: what it checks, and what it raises."""
+    family = SimpleNamespace(
+        takes=Takes(fixed_marks=False), base_files=None, error=None, samples_error=None, checked=[]
+    )
+
+    def check_base(base: Path, settings: Any) -> str:
+        if family.error:
+            raise family.error
+        return "the processor"
+
+    def check(samples: str, processor: str, max_tokens: int | None, model: str) -> None:
+        family.checked.append((samples, processor, max_tokens, model))
+        if family.samples_error:
+            raise family.samples_error
+
+    family.check_base = check_base
+    monkeypatch.setitem(FAMILIES.data, "m3diff", family)
+    splits = {split: f"{split} samples" for split in ("test", "train", "val")}
+    monkeypatch.setattr(preflight_module, "samples_by_split", lambda params: splits)
+    monkeypatch.setattr("m3diff.stages.train.sample_checks.check_largest_images", check)
+    return family
+
+
+def test_only_samples_of_training_and_validation_have_a_limit_of_tokens(params, base_folder, family_of_any_size):
+    run = with_base(params, base_folder)
+    limited_run = run.model_copy(update={"train": run.train.model_copy(update={"max_tokens": 77})})
+    assert list(faults_of_model(limited_run)) == []
+    assert family_of_any_size.checked == [
+        ("test samples", "the processor", None, "m3diff"),
+        ("train samples", "the processor", 77, "m3diff"),
+        ("val samples", "the processor", 77, "m3diff"),
+    ]
+
+
+def test_each_split_with_a_sample_that_the_model_cannot_process_is_named(params, base_folder, family_of_any_size):
+    fault = Fault("models.image_without_grid", path="a.png")
+    for error in (DataError(fault), ParamsError(fault)):
+        family_of_any_size.samples_error = error
+        assert list(faults_of_model(with_base(params, base_folder))) == [fault] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "key"), [(DataError, "train.base"), (ParamsError, "models.m3diff")], ids=["a base", "a setting"]
+)
+def test_a_base_that_cannot_be_trained_is_named_by_its_parameter(error, key, params, base_folder, family_of_any_size):
+    family_of_any_size.error = error("models.no_image_features", path=base_folder)
+    (fault,) = faults_of_model(with_base(params, base_folder))
+    assert fault.code == "models.no_image_features"
+    assert fault.fields["key"] == key
+    assert family_of_any_size.checked == []
 
 
 # Retention datasets

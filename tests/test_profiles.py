@@ -24,6 +24,7 @@ from m3diff.settings.load import (
     resolved_text,
     use_profile,
 )
+from m3diff.settings.parameter_file import value_lines
 from m3diff.settings.rules import PARAMS_RULES
 from m3diff.settings.section import ParamsError, Section
 from m3diff.settings.tree import Params
@@ -268,6 +269,21 @@ def test_comments_behind_values_of_a_profile_are_kept_unless_the_value_is_replac
     assert "\n  gpu_kind: A100-40GB  # the paper says A100; 40 GB is our choice\n" in text
 
 
+def test_a_comment_that_does_not_fit_behind_its_value_is_written_above_it():
+    keys = ("train", "seed")
+    assert value_lines(keys, 6, {keys: "because"}) == ["seed: 6  # because"]
+    reason = " ".join(["because"] * 14)
+    assert value_lines(keys, 6, {keys: reason}) == [f"# {reason}", "seed: 6"]
+
+
+def test_a_text_of_several_lines_is_written_so_that_it_is_read_as_it_was():
+    text = "a first line\n\nand a second one: # no comment\n"
+    lines = value_lines(("compute", "gpu_hour_currency"), text, {})
+    assert not any("\n" in line for line in lines), "each line is indented by its section"
+    written = "\n".join(["compute:", *(f"  {line}" for line in lines)])
+    assert yaml.safe_load(written) == {"compute": {"gpu_hour_currency": text}}
+
+
 def test_the_path_of_the_written_questions_is_relative_to_the_working_directory(monkeypatch, tmp_path):
     profile = PROFILES / "embedded.yaml"
     assert complete_values(profile)["convert"]["questions"] == str(PROFILES.resolve() / "questions.yaml")
@@ -310,6 +326,31 @@ def test_parameters_that_are_no_profile_are_kept_in_copies():
         assert f"train.epochs: {epochs} -> 1" in changes
     assert len(copies()) == 2
     assert load_params() == load_params(Path("profiles/paper.yaml"))
+
+
+@pytest.fixture
+def two_profiles(folder: Path, tmp_path: Path) -> Path:
+    """Return a folder with the profiles `embedded` and `paper` alone."""
+    (tmp_path / "two").mkdir()
+    for name in ("embedded.yaml", "paper.yaml"):
+        shutil.copy(folder / name, tmp_path / "two")
+    return tmp_path / "two"
+
+
+def test_parameters_that_have_the_values_of_a_profile_are_not_kept(two_profiles):
+    """A user may have written them without `m3diff profile`, or removed its comments."""
+    write(Path("params.yaml"), complete_values(two_profiles / "embedded.yaml"))
+    use_profile("paper", Path("params.yaml"), two_profiles)
+    assert copies() == []
+
+
+def test_invalid_parameters_are_kept_in_a_copy_and_replaced(two_profiles):
+    write(Path("params.yaml"), "train: [\n")
+    lines = use_profile("embedded", Path("params.yaml"), two_profiles)
+    (copy,) = copies()
+    assert copy.read_text() == "train: [\n"
+    assert str(copy) in lines[0]
+    assert len(lines) == 2, "values of an invalid file cannot be compared"
 
 
 def own_profile(folder: Path, epochs: float) -> None:

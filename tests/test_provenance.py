@@ -55,6 +55,7 @@ CHANGES = {
     "no docstring": ('        """Docstring."""\n        return', "        return", EQUAL),
     "a line's form": ('return f"{x!r:>{LIMIT}} of" + "it"', 'return (\n  f"{x!r:>{LIMIT}} of" + "it")', EQUAL),
     "quotes": ('"it"', "'it'", EQUAL),
+    "a prefix without a meaning": ('"it"', 'u"it"', EQUAL),
     "the docstring of a constant": ('"""Of a constant."""', '"""Of it."""', EQUAL),
     "the description of a field": ('    """Of a field."""', '    """Another."""', EQUAL),
     "no description of a field": ('    """Of a field."""\n', "", EQUAL),
@@ -82,10 +83,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_code_is_all_imports_their_packages_and_the_named_modules(root: Path) -> None:
-    files = set(code.digest_code(root / "a/first.py"))
-    assert files == {name for name in FILES if not name.startswith("a/named") and name != "a/alone.py"}
-    files_with_named = set(code.digest_code(root / "a/first.py", ["a.named.one"]))
-    assert files_with_named == FILES.keys() - {"a/alone.py", "a/named/other.py"}
+    files = list(code.digest_code(root / "a/first.py"))
+    assert files == sorted(name for name in FILES if not name.startswith("a/named") and name != "a/alone.py")
+    files_with_named = list(code.digest_code(root / "a/first.py", ["a.named.one"]))
+    assert files_with_named == sorted(FILES.keys() - {"a/alone.py", "a/named/other.py"})
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -132,6 +133,15 @@ def test_an_edited_broken_or_removed_file_is_reported(root: Path) -> None:
     (root / "a/third/deep.py").write_text("import")
     (root / "a/b/second.py").unlink()
     assert code.edited_files("stage") == ["a/b/second.py", "a/fourth.py", "a/third/deep.py"]
+
+
+@pytest.mark.parametrize("text", [None, "{"], ids=["missing", "cut"])
+def test_digests_that_cannot_be_read_are_refused_by_name(text: str | None, root: Path) -> None:
+    (root / "code").mkdir()
+    if text is not None:
+        (root / "code" / "stage.json").write_text(text)
+    with raises(DataError, "provenance.unreadable_digests", path=Path("code/stage.json")):
+        code.edited_files("stage")
 
 
 def test_the_order_of_facts_does_not_change_the_key_of_a_run(root: Path) -> None:

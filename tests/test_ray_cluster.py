@@ -27,7 +27,10 @@ def compute(**changes: Any) -> Compute:
 
 @pytest.fixture
 def init_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the arguments of `ray.init`, and as `dashboard` the result of starting Ray's dashboard meanwhile."""
+    """Return the arguments of `ray.init`, and as `dashboard` the result of starting Ray's dashboard meanwhile.
+
+    The arguments with which an address of the dashboard is recorded are returned as `record`.
+    """
     from ray._private import services
 
     arguments: dict[str, Any] = {}
@@ -35,7 +38,10 @@ def init_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def init(**options: Any) -> None:
         arguments.update(options, dashboard=services.start_api_server(False, False, "", "gcs"))
 
-    gcs_client = SimpleNamespace(internal_kv_put=lambda *row: row)
+    def put(key: bytes, value: bytes, overwrite: bool, namespace: bytes) -> None:
+        arguments["record"] = {"key": key, "value": value, "overwrite": overwrite, "namespace": namespace}
+
+    gcs_client = SimpleNamespace(internal_kv_put=put)
     monkeypatch.setattr(ray._raylet, "GcsClient", lambda **options: gcs_client)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
@@ -62,6 +68,18 @@ def test_an_own_ray_starts_no_dashboard(init_arguments):
     assert init_arguments["include_dashboard"] is False
     assert init_arguments["dashboard"] == (None, None)
     assert services.start_api_server is start_api_server
+
+
+def test_a_dead_address_is_recorded_where_ray_looks_for_its_dashboard(init_arguments):
+    from ray._private import ray_constants
+
+    ray_cluster.start_ray(compute())
+    assert init_arguments["record"] == {
+        "key": ray_constants.DASHBOARD_ADDRESS.encode(),
+        "value": b"127.0.0.1:9",
+        "overwrite": True,
+        "namespace": ray_constants.KV_NAMESPACE_DASHBOARD,
+    }
 
 
 @pytest.mark.fault("P12", "S7")
@@ -122,7 +140,7 @@ def test_a_cluster_without_a_token_gets_none(tokens, monkeypatch):
 @pytest.mark.fault("P10")
 def test_a_head_that_does_not_answer_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray would ask for most of an hour"))
-    monkeypatch.setattr(ray_cluster, "HEAD_TIMEOUT_S", 1)
+    monkeypatch.setattr(ray_cluster, "HEAD_TIMEOUT_S", 0)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with raises(ray_cluster.NoRoomError, "cluster.address_not_answering", value="127.0.0.1:9"):
         ray_cluster.start_ray(compute())
@@ -132,7 +150,7 @@ def test_a_head_that_does_not_answer_in_time_is_named(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("address", "code", "fields"),
     [
-        ("", "cluster.ray_does_not_start", {"logs": ray_cluster.ray_log_folder()}),
+        ("", "cluster.ray_does_not_start", {"logs": "/short/ray/session_latest/logs"}),
         ("head:1", "cluster.ray_does_not_connect", {"value": "head:1"}),
     ],
     ids=["own Ray", "cluster"],
@@ -141,11 +159,28 @@ def test_a_ray_that_does_not_start_is_an_error_of_one_line(address, code, fields
     def init(**options: Any) -> None:
         raise RuntimeError("no GCS\nlog")
 
+    shutdowns = []
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: shutdowns.append("of Ray"))
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
     monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv("RAY_TMPDIR", "/short")
     with raises(ray_cluster.NoRoomError, code, cause="no GCS", **fields):
         ray_cluster.start_ray(compute())
+    assert shutdowns == ["of Ray"], "the processes that had started have ended"
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [({"RAY_TMPDIR": "/a", "TMPDIR": "/b"}, "/a"), ({"RAY_TMPDIR": "", "TMPDIR": "/b"}, "/b"), ({}, "/tmp")],
+    ids=["of Ray", "of all programs", "neither"],
+)
+def test_the_logs_of_ray_are_in_its_folder_for_temporary_files(variables, folder, monkeypatch):
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ray_cluster.ray_log_folder() == f"{folder}/ray/session_latest/logs"
 
 
 def node(number: int, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -170,16 +205,21 @@ def test_nodes_have_room_for_the_workers_that_each_can_hold(nodes, changes, want
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the current time, which only passes in `time.sleep`. After 70 s, a second node with one core joins."""
+    """Return the current time, which only passes in `time.sleep`. After 71 s, a second node with one core joins."""
     now = [0.0]
     nodes = [node(1), node(2, CPU=1)]
+    listings = iter(range(1000))  # so that a wait without sleep ends
+
+    def list_nodes() -> list[dict[str, Any]]:
+        next(listings)
+        return nodes
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
-        if now[0] == 70:
+        if now[0] == 71:
             nodes.append(node(3, CPU=1))
 
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "nodes", list_nodes)
     monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(ray_cluster.time, "sleep", sleep)
     return now
@@ -198,7 +238,7 @@ def test_a_node_that_does_not_join_in_time_is_asked_for(clock, capsys):
 
 def test_a_node_that_joins_in_time_ends_the_wait(clock):
     ray_cluster.wait_for_room(compute(), 100)
-    assert clock[0] == 70
+    assert clock[0] == 71
 
 
 IN_BACKGROUND = """
@@ -261,8 +301,10 @@ class Clock:
 @pytest.mark.parametrize(("answers_after", "is_found"), [(3, True), (9, False)], ids=["in time", "too late"])
 def test_a_cluster_that_is_starting_is_waited_for_until_the_deadline(answers_after, is_found, monkeypatch):
     clock = Clock()
+    attempts = iter(range(100))  # so that a wait without sleep ends
 
     def connect(address: tuple[str, int], timeout: float) -> SimpleNamespace:
+        next(attempts)
         if clock.now < answers_after:
             raise ConnectionRefusedError("refused")
         return SimpleNamespace(close=lambda: None)
@@ -277,3 +319,26 @@ def test_a_cluster_that_is_starting_is_waited_for_until_the_deadline(answers_aft
     with raises(ray_cluster.NoRoomError, "cluster.address_not_answering", value="10.0.0.7:6379"):
         ray_cluster.require_head(5)
     assert clock.now == 5
+
+
+@pytest.mark.parametrize(
+    ("address", "connection"),
+    [
+        ("ray://head:10001", ("head", 10001)),
+        ("10.0.0.7:6379", ("10.0.0.7", 6379)),
+        ("[::1]:6379", ("::1", 6379)),
+        ("auto", None),
+        ("", None),
+    ],
+)
+def test_the_head_is_asked_at_its_host_and_port_if_it_has_one(address, connection, monkeypatch):
+    connections = []
+
+    def connect(host_and_port: tuple[str, int], timeout: float) -> SimpleNamespace:
+        connections.append(host_and_port)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray_cluster.socket, "create_connection", connect)
+    ray_cluster.require_head(0)
+    assert connections == ([connection] if connection else [])

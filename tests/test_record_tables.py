@@ -9,7 +9,7 @@ import pytest
 
 from m3diff.records import tables
 from m3diff.records.errors import DataError
-from m3diff.records.tables import load_table, part_bounds, part_paths, read_table, write_table
+from m3diff.records.tables import iterate_parts, load_table, part_bounds, part_paths, read_table, write_table
 from tests.errors import raises
 
 
@@ -82,6 +82,13 @@ def test_a_table_that_is_not_there_is_named(tmp_path: Path, is_folder):
         (tmp_path / "records").mkdir()
     with raises(DataError, "files.unreadable_stage_output", path=tmp_path / "records", writer="ingest"):
         load_table(tmp_path / "records", rows_of().schema, "ingest", "validate.no_record")
+
+
+def test_a_reader_that_names_no_writer_names_the_table(tmp_path):
+    with raises(DataError, "files.unreadable_output", path=tmp_path / "scores"):
+        read_table(tmp_path / "scores")
+    with raises(DataError, "files.unreadable_output", path=tmp_path / "scores"):
+        next(iterate_parts(tmp_path / "scores"))
 
 
 def test_a_part_with_other_columns_is_refused(tmp_path, monkeypatch):

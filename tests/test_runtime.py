@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from m3diff import runtime
 from m3diff.runtime import PRIVACY
+from tests.errors import Message
 from tests.toy import REPOSITORY
 
 LIGHT_MODULES = ["m3diff", "flows", "m3diff.runtime", "flows.runtime", "m3diff.records.errors", "m3diff.__main__"]
@@ -123,6 +125,54 @@ def test_a_second_call_of_prepare_changes_nothing(module, tmp_path):
     }
     code = TWICE.format(module=module, privacy=list(PRIVACY))
     assert python("-c", code, **variables).split("\n")[0] == "True []"
+
+
+def test_a_path_of_python_that_needs_quotes_is_replaced_by_a_link(tmp_path, monkeypatch):
+    environment = tmp_path / "my projects" / ".venv"
+    (environment / "bin").mkdir(parents=True)
+    (tmp_path / "links").mkdir()
+    monkeypatch.setattr(runtime, "private_folder", lambda: tmp_path / "links")
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    monkeypatch.setattr(sys, "executable", str(environment / "bin" / "python"))
+    monkeypatch.setattr(sys, "path", ["", str(REPOSITORY), str(environment / "lib"), f"{environment}-old/lib"])
+    runtime.link_python()
+    current_folder, checkout, packages, other_packages = sys.path
+    assert Path(sys.executable).parent.samefile(environment / "bin")
+    assert Path(packages).parent.samefile(environment)
+    assert not runtime.needs_quotes(sys.executable)
+    assert not runtime.needs_quotes(packages)
+    assert current_folder == ""
+    assert checkout == str(REPOSITORY)
+    assert other_packages == f"{environment}-old/lib"
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["a link", "a folder"])
+def test_a_private_folder_that_another_user_made_is_refused(is_link, tmp_path, monkeypatch):
+    user_id = os.getuid() if is_link else os.getuid() + 1
+    folder = tmp_path / f"m3diff-{user_id}"
+    monkeypatch.setattr(os, "getuid", lambda: user_id)
+    monkeypatch.setattr(runtime, "Path", lambda _: tmp_path)
+    if is_link:
+        folder.symlink_to(tmp_path)
+    with pytest.raises(SystemExit) as refused:
+        runtime.private_folder()
+    assert Message("command.folder_of_another_user", path=folder).in_text(str(refused.value))
+
+
+def test_tools_keep_their_caches_elsewhere_if_the_home_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "private_folder", lambda: tmp_path / "private")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_HOME", "/mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    runtime.provide_home()
+    assert os.environ["HOME"] == str(tmp_path)
+    assert os.environ["PREFECT_HOME"] == "/mine"
+    assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "private" / "cache")
+    monkeypatch.delenv("PREFECT_HOME")
+    runtime.provide_home()
+    assert os.environ["PREFECT_HOME"] == str(tmp_path / "private" / "prefect")
 
 
 # Code that begins as each entry point does and then ends; most cannot go on without their arguments

@@ -1,5 +1,6 @@
 """Every command through `main([...])`: which function it calls, with which arguments, what it prints."""
 
+import json
 import re
 import shlex
 import shutil
@@ -14,7 +15,16 @@ from m3diff.commands.inspect import StageLimits
 from m3diff.commands.plan import Run
 from m3diff.commands.rescore import rescore
 from m3diff.commands.zero_shot import PROMPT, ZeroShotRequest
+from m3diff.models import FAMILIES
+from m3diff.models.contract import Takes
+from m3diff.models.sample_limits import TrainedOn
+from m3diff.records.errors import Fault
+from m3diff.registry.decisions import Decision
+from m3diff.registry.model_source import Source
+from m3diff.registry.verification import LineageCheck
 from m3diff.scoring.metrics import BY_CHARACTERS
+from m3diff.scoring.results import ModelAndBaseScore, RetentionScores
+from m3diff.serving.caption import CaptionInput, CaptionOutput
 from m3diff.settings.compute import GPUS
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
@@ -39,6 +49,19 @@ REPORT = Path("data/07_report")
 LOCAL_URL = "http://127.0.0.1:8000/v1"
 REMOTE_URL = "https://a.example/v1"
 RESULT = Result(outcome="promoted", lines=["a line", "another"], retention={})
+# What functions return whose result is not printed as it is
+RESULTS: dict[str, Any] = {
+    "check": ([], True),
+    "check_spice": ([], True),
+    "compare": {},
+    "export_hub": [],
+    "list_models": [],
+    "prune": ([], []),
+    "restore": (Path("folder"), []),
+    "score": Result(lines=list),
+    "score_model": (Path("folder"), {}),
+    "verify_lineage": [],
+}
 
 pytestmark = pytest.mark.usefixtures("project")
 
@@ -57,6 +80,19 @@ PROMOTED = {"params": PARAMS, "rescore": rescore}
 EXPORTED = {"checkpoint": MODEL / "checkpoint", "out": Path("out")}
 LLAVA = {"entries": ENTRIES, "mixture": MIXTURE, "out": Path("out"), "allow_unlicensed": False, "absolute": False}
 REMOTE_OPTIONS = "--limit 9 --out out --prompt P --max-tokens 5 --key-variable K --allow-unlicensed"
+REMOTE_OPTIONS += " --question-prompt Q --timeout-s 7 --no-reuse-answers"
+HEADLINE_SCORES = list(dict.fromkeys((PARAMS.promote.metric, *PARAMS.promote.guards)))
+LISTED_SCORES = [*HEADLINE_SCORES, *(f"{score}{BY_CHARACTERS}" for score in HEADLINE_SCORES)]
+SCORED = {
+    "predictions": Path("captions.json"),
+    "benchmark": None,
+    "protocol": None,
+    "references": None,
+    "data": None,
+    "spice_dir": None,
+    "allow_faults": False,
+}
+SCORE_OPTIONS = "--benchmark B --protocol P --references r.json --spice-dir jars --allow-faults"
 
 # By the words that are typed: the function that is called, and its arguments by its own names
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -118,6 +154,49 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
         "serving.server.serve",
         {"params": PARAMS, "model": "somewhere", "base": Path("base"), "host": "0.0.0.0", "port": 81},
     ),
+    "evaluate --model 12": (
+        "commands.rescore.score_model",
+        {"params": PARAMS, "model": "12", "base": BASE, "out": None},
+    ),
+    "evaluate --model somewhere --base base --out out": (
+        "commands.rescore.score_model",
+        {"params": PARAMS, "model": "somewhere", "base": Path("base"), "out": Path("out")},
+    ),
+    "compare a b --out page.html": (
+        "commands.compare.compare",
+        {
+            "first_path": Path("a"),
+            "second_path": Path("b"),
+            "records": RECORDS,
+            "clean": CLEAN,
+            "out": Path("page.html"),
+        },
+    ),
+    "lineage champion": ("registry.verification.verify_lineage", {"cfg": PARAMS.register_, "version": "champion"}),
+    "restore 12 --into folder": (
+        "registry.restore.restore",
+        {"cfg": PARAMS.register_, "version": "12", "into": Path("folder")},
+    ),
+    "models --json": (
+        "registry.versions.list_models",
+        {"cfg": PARAMS.register_, "protocol": PARAMS.promote.protocol, "scores": LISTED_SCORES},
+    ),
+    "prune --yes": ("registry.prune.prune", {"cfg": PARAMS.register_, "keep": 5, "yes": True}),
+    "prune --keep 3 --dry-run": ("registry.prune.prune", {"cfg": PARAMS.register_, "keep": 3, "yes": False}),
+    "prune --keep 0 --yes --dry-run": ("registry.prune.prune", {"cfg": PARAMS.register_, "keep": 0, "yes": False}),
+    "score captions.json --data folder": ("commands.score.score", SCORED | {"data": Path("folder")}),
+    f"score captions.json {SCORE_OPTIONS}": (
+        "commands.score.score",
+        SCORED
+        | {
+            "benchmark": "B",
+            "protocol": "P",
+            "references": Path("r.json"),
+            "spice_dir": Path("jars"),
+            "allow_faults": True,
+        },
+    ),
+    "score --check-spice --spice-dir jars": ("scoring.metrics.spice.check_spice", {"spice_dir": Path("jars")}),
     "data statistics": ("commands.inspect.statistics.write_statistics", {"clean": CLEAN}),
     "data check somewhere --reader pairs": (
         "commands.inspect.check",
@@ -165,10 +244,13 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
                 url=REMOTE_URL,
                 model="m",
                 prompt="P",
+                question_prompt="Q",
                 key_variable="K",
                 max_tokens=5,
                 limit=9,
+                timeout_s=7,
                 allow_unlicensed=True,
+                reuse_answers=False,
             ),
             "mixture": MIXTURE,
             "out": Path("out"),
@@ -181,7 +263,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_command_calls_its_function_with_exactly_its_arguments(typed, monkeypatch):
     path, expected = CALLS[typed]
     module, _, function = path.rpartition(".")
-    result = {"check": ([], True), "export_hub": []}.get(function, RESULT)
+    result = RESULTS.get(function, RESULT)
     recorder = Recorder(monkeypatch, f"m3diff.{module}", **{function: result})
     monkeypatch.setattr("m3diff.registry.tracking.log_evaluation", lambda *arguments: None)
     monkeypatch.setattr("m3diff.report.origin.write_creation_note", lambda folder: None)
@@ -198,7 +280,7 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(typed, monkeypa
 
 @pytest.mark.parametrize("has_characters", [False, True], ids=["by words alone", "by characters too"])
 def test_models_shows_a_score_by_characters_if_a_version_has_it(has_characters, monkeypatch):
-    scores = list(dict.fromkeys((PARAMS.promote.metric, *PARAMS.promote.guards)))
+    scores = [*HEADLINE_SCORES]
     if has_characters:
         scores.append(f"{PARAMS.promote.metric}{BY_CHARACTERS}")
     versions = [{"scores": {}}, {"scores": dict.fromkeys(scores, 0.5)}]
@@ -240,6 +322,14 @@ def test_augment_makes_the_entry_that_is_named_and_prints_rejections(monkeypatch
 # What is printed, and the exit code
 
 LINES = "a line\nanother\n"
+VERSIONS_JSON = '[\n  {\n    "version": 1\n  }\n]\n'
+SOUND_LINK = LineageCheck("mixture", Path("train"), "0a1b", "ok")
+LOST_LINK = LineageCheck("checkpoint", Path("model"), "2c3d", "missing")
+# Each outcome of checking a version's lineage, with its links, the exit code and the beginning of what is printed
+LINEAGES = (
+    ("sound", [SOUND_LINK], 0, f"{SOUND_LINK}\n"),
+    ("damaged", [SOUND_LINK, LOST_LINK], 3, f"{SOUND_LINK}\n{LOST_LINK}\n"),
+)
 
 
 @pytest.mark.parametrize(
@@ -288,12 +378,165 @@ LINES = "a line\nanother\n"
             id="validate",
         ),
         pytest.param("convert", "stages.convert.stage", {"convert": RESULT}, 0, f"{RESULT}\n", id="convert"),
+        pytest.param(
+            "models",
+            "registry.versions",
+            {"list_models": [], "format_table": "a table"},
+            0,
+            "a table\n",
+            id="a table of versions",
+        ),
+        pytest.param(
+            "models --json",
+            "registry.versions",
+            {"list_models": [{"version": 1}]},
+            0,
+            VERSIONS_JSON,
+            id="versions in JSON",
+        ),
+        *(
+            pytest.param(
+                f"lineage {outcome}",
+                "registry.verification",
+                {"verify_lineage": checks},
+                code,
+                lines,
+                id=f"lineage {outcome}",
+            )
+            for outcome, checks, code, lines in LINEAGES
+        ),
+        *(
+            pytest.param(
+                "restore 1",
+                "registry.restore",
+                {"restore": (Path("folder"), checks)},
+                code,
+                lines,
+                id=f"restore {outcome}",
+            )
+            for outcome, checks, code, lines in LINEAGES
+        ),
+        pytest.param(
+            "score a", "commands.score", {"score": Result(lines=lambda: ["a line", "another"])}, 0, LINES, id="scores"
+        ),
+        pytest.param(
+            "score a --json",
+            "commands.score",
+            {"score": Result(model_dump_json=lambda indent: "{}")},
+            0,
+            "{}\n",
+            id="scores in JSON",
+        ),
+        pytest.param(
+            "score --check-spice",
+            "scoring.metrics.spice",
+            {"check_spice": (["a line", "another"], True)},
+            0,
+            LINES,
+            id="SPICE works",
+        ),
+        pytest.param(
+            "score --check-spice",
+            "scoring.metrics.spice",
+            {"check_spice": (["a line", "another"], False)},
+            3,
+            LINES,
+            id="SPICE does not work",
+        ),
+        pytest.param(
+            "evaluate --model 1",
+            "commands.rescore",
+            {"score_model": (Path("folder"), {"mini/total": {"CIDEr": 51.2}})},
+            0,
+            "mini/total, times 100: CIDEr 51.2\nreport: folder/report/report.html\n",
+            id="a model's scores",
+        ),
     ],
 )
 def test_an_outcome_is_printed_and_decides_the_exit_code(typed, module, results, code, printed, monkeypatch, capsys):
     Recorder(monkeypatch, f"m3diff.{module}", **results)
     assert main(typed.split()) == code
     assert capsys.readouterr().out.startswith(printed)
+
+
+def test_restore_says_whether_the_version_was_restored(monkeypatch, capsys):
+    last_lines = []
+    for checks in ([SOUND_LINK], [LOST_LINK]):
+        Recorder(monkeypatch, "m3diff.registry.restore", restore=(Path("folder"), checks))
+        main(["restore", "1"])
+        last_lines.append(capsys.readouterr().out.splitlines()[-1])
+    assert last_lines == ["restored to folder", "NOT restored, see above: folder"]
+
+
+@pytest.mark.parametrize(
+    ("options", "removed_versions", "code"),
+    [([], [1], 2), ([], [], 0), (["--dry-run"], [1], 0), (["--yes"], [1], 0)],
+    ids=["not confirmed", "nothing to remove", "dry run", "confirmed"],
+)
+def test_prune_lists_its_plan_and_asks_to_confirm_it(options, removed_versions, code, monkeypatch, capsys):
+    Recorder(monkeypatch, "m3diff.registry.prune", prune=(removed_versions, ["a line", "another"]))
+    assert main(["prune", *options]) == code
+    printed = capsys.readouterr()
+    assert printed.out == LINES
+    assert Message("command.prune_not_confirmed").in_text(printed.err) == bool(code)
+
+
+# history
+
+PROMOTED_FIRST = Decision(
+    number=1,
+    decided_at="2026-01-02T03:04:05Z",
+    author="me@here",
+    flow_run=None,
+    commit=None,
+    action="promote",
+    model="m3diff",
+    champion_before=None,
+    target=1,
+    outcome="first",
+    reason="",
+)
+
+
+@pytest.fixture
+def record_history(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets what the record of decisions contains, besides one decision."""
+
+    def record(faults: list[Fault], pending_move: Decision | None) -> None:
+        Recorder(
+            monkeypatch,
+            "m3diff.registry.decisions",
+            read_decisions=[PROMOTED_FIRST],
+            numbering_faults=faults,
+            find_pending_move=pending_move,
+        )
+
+    return record
+
+
+def test_history_prints_decisions_as_a_table_or_in_json_by_the_names_of_the_record(record_history, capsys):
+    record_history(faults=[], pending_move=None)
+    assert main(["history", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["who"] == "me@here"
+    assert row["to"] == 1
+    assert main(["history"]) == 0
+    printed = capsys.readouterr()
+    assert "me@here" in printed.out.splitlines()[-1] + printed.out.splitlines()[-2]
+    assert printed.err == ""
+
+
+def test_history_reports_a_changed_record_and_exits_with_three(record_history, capsys):
+    fault = Fault("registry.decision_misnumbered", position=1, value=2)
+    record_history(faults=[fault], pending_move=None)
+    assert main(["history"]) == 3
+    assert capsys.readouterr().err == f"m3diff history: {fault}\n"
+
+
+def test_history_names_a_move_that_may_be_under_way_and_exits_with_zero(record_history, capsys):
+    record_history(faults=[], pending_move=PROMOTED_FIRST)
+    assert main(["history"]) == 0
+    assert "decision 1 " in capsys.readouterr().err
 
 
 # What is refused before a stage begins
@@ -320,6 +563,7 @@ def no_entry(section: str, name: str, nearest: str) -> Message:
             Message("settings.dataset_not_made", path=MADE_FOLDER, command="m3diff augment minichange_edits"),
         ),
         ("evaluate --out x", Message("command.output_of_no_model")),
+        ("evaluate --base x", Message("command.output_of_no_model")),
     ],
 )
 def test_a_stage_is_refused_for_words_that_cannot_be_meant(typed, message, monkeypatch, capsys):
@@ -348,6 +592,38 @@ def test_a_stage_is_refused_if_a_path_that_it_reads_is_missing(typed, key, missi
     assert main(typed.split()) == 2
     assert Message(f"settings.{code}", key=key, path=missing_path).in_text(capsys.readouterr().err)
     assert recorder.calls == []
+
+
+def test_convert_warns_of_what_the_training_lacks(monkeypatch, capsys):
+    Recorder(monkeypatch, "m3diff.stages.convert.stage", convert=RESULT)
+    Path(BASE_CONFIG).unlink()
+    assert main(["convert"]) == 0
+    assert Message("settings.base_not_made", key="train.base", path=BASE_CONFIG).in_text(capsys.readouterr().err)
+
+
+def test_train_names_the_setting_of_a_model_that_does_not_fit_its_base(monkeypatch, capsys):
+    recorder = record_stage(monkeypatch, "train")
+    fault = Fault("settings.wrong_value", key="lora.rank", found="-1", expected="a rank")
+    settings = PARAMS.models["m3diff"]
+    family = FAMILIES[settings.family]
+    checked = []
+
+    def refuse(self: Any, *arguments: Any) -> None:
+        checked.append(arguments)
+        raise ParamsError(fault)
+
+    monkeypatch.setattr(type(family), "check_base", refuse)
+    assert main(["train"]) == 2
+    assert Message("settings.wrong_value", key="models.m3diff.lora.rank").in_text(capsys.readouterr().err)
+    assert checked == [(BASE, settings)]
+    assert recorder.calls == []
+
+
+def test_commands_without_the_file_or_folder_that_they_need_ask_for_it(capsys):
+    assert main(["data", "check"]) == 2
+    assert Message("check.no_folder_named").in_text(capsys.readouterr().err)
+    assert main(["score"]) == 2
+    assert Message("command.no_captions").in_text(capsys.readouterr().err)
 
 
 def test_evaluate_is_refused_if_the_jars_of_spice_are_missing(monkeypatch, project, capsys):
@@ -389,6 +665,15 @@ def test_evaluate_prints_its_scores_and_its_page(training_run, capsys):
     assert main(["evaluate"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["mini/total, times 100: CIDEr 51.2", "report: data/07_report/report.html"]
+
+
+def test_evaluate_prints_the_first_score_that_each_retention_set_keeps(training_run, monkeypatch, capsys):
+    scores = {"CIDEr": ModelAndBaseScore(model=0.512, base=0.6), "METEOR": ModelAndBaseScore(model=0.1, base=0.2)}
+    retention = {"vqa/all": RetentionScores(records=2, scores=scores)}
+    Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=Result(retention=retention))
+    assert main(["evaluate"]) == 0
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line == "vqa/all, kept of the base, times 100: CIDEr 51.2 (base 60.0)"
 
 
 def test_evaluate_notes_the_creation_of_its_page(training_run, monkeypatch):
@@ -523,9 +808,140 @@ def test_the_same_profile_again_changes_nothing(capsys):
     assert main(["profile", "one-gpu"]) == 0
     assert "train.global_batch: " in capsys.readouterr().out
     assert main(["profile", "one-gpu"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("params.yaml")]
-    assert len(lines) == 1
-    assert "one-gpu" in lines[0]
+    first_line, *other_lines = capsys.readouterr().out.splitlines()
+    assert first_line.startswith("params.yaml")
+    assert "one-gpu" in first_line
+    assert [line for line in other_lines if "train.global_batch" in line] == []
+
+
+# caption
+
+SOURCE = Source(name="m3diff/12", folder=Path("checkpoint"), max_new_tokens=7, base=None)
+PAIR_IMAGES = (Path("a.png"), Path("b.png"))
+UNREADABLE = Fault("serving.missing_image", path=Path("a.png"))
+
+
+@pytest.fixture
+def record_answers(monkeypatch: pytest.MonkeyPatch, project: Path) -> Any:
+    """A function that replaces the model by these answers, and returns the calls that load and ask it."""
+    for image in PAIR_IMAGES:
+        noise_image(1, (40, 40)).save(image)
+
+    def record(*outputs: CaptionOutput) -> list[tuple[str, dict[str, Any]]]:
+        limits = (Takes(), TrainedOn())
+        Recorder(monkeypatch, "m3diff.models.checkpoint", read_sample_limits=limits)
+        Recorder(monkeypatch, "m3diff.serving.model_card", note_on_training="drawn scenes alone")
+        finder = Recorder(monkeypatch, "m3diff.registry.model_source", find=SOURCE, load="the model")
+        asker = Recorder(monkeypatch, "m3diff.serving.caption", check_question=None, answer_inputs=outputs)
+        if len(outputs) > 1:
+            inputs = [output.input for output in outputs]
+            Recorder(monkeypatch, "m3diff.serving.caption", find_inputs=inputs)
+        asker.calls = finder.calls
+        return finder.calls
+
+    return record
+
+
+def answered(name: str, caption: str | None = None, **fields: Any) -> CaptionOutput:
+    """The answer to a pair with this name."""
+    return CaptionOutput(CaptionInput(name, PAIR_IMAGES), caption, **fields)
+
+
+def test_caption_asks_the_model_that_is_named_with_all_its_options(record_answers):
+    calls = record_answers(answered("a", "a cup is gone"))
+    options = "--model 12 --base base --question What? --overlay o.png"
+    assert main(["caption", *map(str, PAIR_IMAGES), *options.split()]) == 0
+    asked_input = CaptionInput("a", PAIR_IMAGES, "What?")
+    register = PARAMS.register_
+    assert calls == [
+        (
+            "find",
+            {
+                "tracking_uri": register.tracking_uri,
+                "model_name": register.model_name,
+                "model": "12",
+                "base": Path("base"),
+                "max_new_tokens": PARAMS.predict.max_new_tokens,
+            },
+        ),
+        ("load", {"source": SOURCE}),
+        ("check_question", {"captioner": "the model", "question": "What?"}),
+        (
+            "answer_inputs",
+            {
+                "captioner": "the model",
+                "inputs": [asked_input],
+                "overlay": Path("o.png"),
+                "max_pixels": PARAMS.validate_.max_image_pixels,
+            },
+        ),
+    ]
+
+
+def test_caption_takes_the_champion_and_the_base_of_the_training_by_default(record_answers):
+    calls = record_answers(answered("a", "a cup is gone"))
+    assert main(["caption", *map(str, PAIR_IMAGES)]) == 0
+    (_, find_arguments), *_ = calls
+    assert find_arguments["model"] == "champion"
+    assert find_arguments["base"] == PARAMS.train.base
+
+
+def test_caption_reads_a_table_s_columns_and_root_as_they_are_named(record_answers, monkeypatch):
+    record_answers(answered("a", "a cup is gone"))
+    pair = CaptionInput("a", PAIR_IMAGES)
+    finder = Recorder(monkeypatch, "m3diff.serving.caption", find_inputs=[pair])
+    for options in ("--before B --after A --image-root r", "--after A", ""):
+        assert main(["caption", "t.csv", *options.split()]) == 0
+    named_root, named_after, named_nothing = (arguments for _, arguments in finder.calls)
+    assert named_root == {
+        "path": Path("t.csv"),
+        "after": None,
+        "image_root": Path("r"),
+        "columns": {"before": "B", "after": "A"},
+    }
+    assert named_after["columns"] == {"after": "A"}
+    assert named_nothing["columns"] is None
+
+
+def test_a_single_caption_is_printed_as_one_line_without_the_name(record_answers, capsys):
+    record_answers(answered("a", "a cup\nis gone"))
+    assert main(["caption", *map(str, PAIR_IMAGES)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "a cup is gone\n"
+    assert printed.err == "m3diff caption: note: drawn scenes alone\n"
+
+
+def test_captions_follow_their_names_and_faults_and_notes_go_to_stderr(record_answers, capsys):
+    record_answers(
+        answered("a", "a cup is gone", note="a note"),
+        answered("b", fault=UNREADABLE),
+        answered("c", "a cup is new", note="a note"),
+    )
+    assert main(["caption", "t.csv"]) == 3
+    printed = capsys.readouterr()
+    assert printed.out == "a\ta cup is gone\nc\ta cup is new\n"
+    notes = ["drawn scenes alone", "a note"]
+    expected = [f"note: {notes[0]}", f"note: {notes[1]}", str(UNREADABLE)]
+    assert printed.err.splitlines() == [f"m3diff caption: {line}" for line in expected]
+
+
+def test_captions_in_json_have_a_line_per_input_and_a_summary_of_the_faults(record_answers, capsys):
+    outputs = [answered("a", "eine Tür"), answered("b", fault=UNREADABLE), answered("c", fault=UNREADABLE)]
+    record_answers(*outputs)
+    assert main(["caption", "t.csv", "--json"]) == 3
+    printed = capsys.readouterr()
+    assert [json.loads(line) for line in printed.out.splitlines()] == [
+        output.as_dict(SOURCE.name) for output in outputs
+    ]
+    assert "eine Tür" in printed.out
+    summary = Fault("command.pairs_without_caption", count=2, pairs=3, first=f"b: {UNREADABLE}")
+    assert printed.err.splitlines()[-1] == f"m3diff caption: {summary}"
+
+
+def test_captions_in_json_without_a_fault_exit_with_zero(record_answers, capsys):
+    record_answers(answered("a", "a cup is gone"))
+    assert main(["caption", *map(str, PAIR_IMAGES), "--json"]) == 0
+    assert not Message("command.pairs_without_caption").in_text(capsys.readouterr().err)
 
 
 # Commands that need no project

@@ -11,7 +11,7 @@ import yaml
 from m3diff.__main__ import COMMANDS, main
 from m3diff.command_line.command import Group
 from m3diff.command_line.distribution import PARAMS_FILE
-from m3diff.command_line.parser import make_parser, parse, wrap_text
+from m3diff.command_line.parser import list_commands, make_parser, parse, wrap_text
 from tests.toy import REPOSITORY
 
 DVC_STAGES = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
@@ -41,6 +41,14 @@ def test_the_list_has_every_command_under_its_group(group, capsys):
 def test_the_list_fits_the_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, help_of(None, capsys).splitlines())) <= 80
+
+
+def test_a_summary_that_is_wrapped_goes_on_in_its_own_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    summary = COMMANDS["augment"].summary
+    _, first_line, next_line = list_commands({"augment": COMMANDS["augment"]}).split("\n\n")[0].split("\n")
+    column = first_line.index(summary[:10])
+    assert f"{first_line[column:]} {next_line[column:]}" == summary
 
 
 def test_a_narrow_terminal_gets_lines_of_forty_characters(monkeypatch):

@@ -2,8 +2,10 @@
 
 import dataclasses
 import errno
+import io
 import os
 import re
+import signal
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -157,8 +159,17 @@ def test_a_command_that_prints_line_by_line_ends_quietly_at_the_first_unread_lin
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", unread_stream)
         code = main(["code"])
-    assert code == READER_LEFT
+    assert code == 128 + signal.SIGPIPE, "as shells report it"
     assert capsys.readouterr().err == ""
+
+
+def test_a_name_that_output_cannot_encode_is_printed_with_an_escape(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr("m3diff.stages.code.code", lambda params: print("caf\udce9.png"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        main(["code"])
+    assert stream.buffer.getvalue() == b"caf\\udce9.png\n"
 
 
 def test_progress_is_shown_in_a_log(capsys):

@@ -37,6 +37,8 @@ def test_without_words_for_main_those_of_the_process_are_read(monkeypatch, capsy
         parse(None, COMMANDS, "")
     assert end.value.code == 0
     assert "usage: m3diff" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["m3diff", "synthesize", "minichange"])
+    assert parse(None, COMMANDS, "").command == "synthesize"
 
 
 # Unknown words
@@ -107,6 +109,23 @@ def test_an_option_that_is_a_parameter_leads_to_its_section(capsys):
 def test_a_mistyped_choice_gets_the_nearest_one_and_all(typed, value, nearest, capsys):
     assert exit_code(typed.split()) == 2
     assert Message("command.misspelt_choice", value=value, nearest=nearest).in_text(capsys.readouterr().err)
+
+
+def test_a_choice_that_is_like_none_gets_all(capsys):
+    assert exit_code(["data", "xyzzy"]) == 2
+    message = Message("command.unknown_choice", value="xyzzy", names=["check", "statistics"])
+    assert message.in_text(capsys.readouterr().err)
+
+
+def test_an_option_that_is_like_none_of_a_command_without_parameters_is_unknown(capsys):
+    assert exit_code(["history", "--xyzzy=1"]) == 2
+    message = Message("command.unknown_option", value="--xyzzy", program="m3diff history")
+    assert message.in_text(capsys.readouterr().err)
+
+
+def test_words_after_two_dashes_are_not_judged_as_options(capsys):
+    assert exit_code(["history", "--", "--jsn"]) == 2
+    assert not Message("command.misspelt_option", value="--jsn").in_text(capsys.readouterr().err)
 
 
 # Missing and wrong words

@@ -455,6 +455,31 @@ def test_fewer_pairs_than_papers_score_are_refused(run, spot, monkeypatch):
     assert refused.value.fields["faults"] == [Fault("score.other_number_of_pairs", value=5, expected=1270)]
 
 
+def test_a_test_row_of_a_benchmark_that_cannot_be_read_is_a_fault(spot):
+    file = spot / "annotations/test.json"
+    rows = json.loads(file.read_text())
+    write(file, [*rows, {"img_id": "16", "sentences": "one text"}, {"img_id": 17}])
+    write(spot / "annotations/train.json", [{"img_id": 18}])
+    references = find_references(find_task("spot_the_diff", None, None), None, spot)
+    assert list(references.pairs) == [f"{name}.png" for name in CAPTIONS]
+    locations = [fault.fields["path"] for fault in references.faults]
+    assert [fault.code for fault in references.faults] == ["score.dataset_row_unusable"] * 2
+    assert locations == [f"{spot}: annotations/test.json, record {number}" for number in (7, 8)]
+
+
+def test_a_benchmark_without_a_pair_of_the_protocol_is_refused(tmp_path):
+    predictions = write(tmp_path / "p.json", CAPTIONS)
+    with raises(DataError, "score.no_pair_of_protocol", key="own", protocol="test"):
+        find_pairs(predictions, task("own"), References({}), allow_faults=True)
+
+
+def test_captions_of_no_pair_of_the_protocol_are_refused_even_with_faults_allowed(tmp_path):
+    predictions = write(tmp_path / "p.json", {"9": "it fell"})
+    references = References({"1": make_bare_pair(task("own"), "1", ["it rains"], [])})
+    with raises(DataError, "score.no_caption_of_protocol", path=predictions, protocol="test"):
+        find_pairs(predictions, task("own"), references, allow_faults=True)
+
+
 CLEVR = {"000001.png": "it became red", "000012.png": "the cube turned red"}
 DISTRACTORS = {f"{name}_n": "nothing has changed" for name in CLEVR}
 
@@ -547,6 +572,14 @@ def test_ingests_records_give_the_scores_of_the_datasets_own_folder(clevr, tmp_p
     assert report.scores == total.scores
     (note,) = report.notes
     assert "'mini/000001.png'" in note
+
+
+def test_a_damaged_table_of_records_is_named_with_its_part(tmp_path):
+    part = tmp_path / "own/records/00000.parquet"
+    part.parent.mkdir(parents=True)
+    part.write_text("no table")
+    with raises(DataError, "files.unreadable_stage_output", path=part, writer="ingest"):
+        find_references(task("own"), None, part.parent)
 
 
 def test_a_benchmark_with_a_grammar_tells_whether_the_change_is_right(clevr, tmp_path):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -15,8 +16,11 @@ import pytest
 from m3diff.commands.zero_shot import (
     PROMPT,
     QUESTION_PROMPT,
+    ZERO_SHOT_METHODS,
+    ZeroShotReport,
     ZeroShotRequest,
     ZeroShotResult,
+    ask_endpoint,
     caption_of,
     question_about,
     zero_shot,
@@ -31,6 +35,8 @@ from m3diff.records.sample import ImageRef, Turn
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.records.tables import read_table
 from m3diff.scoring.metrics.java import JavaMissing
+from m3diff.scoring.published import published_rows
+from m3diff.scoring.results import EvaluateReport, ProtocolScores
 from m3diff.stages.evaluate.stage import evaluate
 from m3diff.stages.predict.stage import PredictionItem
 from tests.chat import Fault as ServerFault
@@ -335,6 +341,29 @@ def test_answers_without_any_caption_are_an_error_and_the_next_run_asks_anew(
     server.replies = replies  # the server is mended
     assert predictions(run(tmp_path, make_request(server))) == bench.PREDICTIONS
     assert len(server.requests) == 12
+
+
+def test_the_first_answer_with_a_text_is_quoted_if_none_is_a_caption(tmp_path, monkeypatch):
+    answers = [EndpointAnswer("empty", " "), EndpointAnswer("cut", f" {'a' * 300}"), EndpointAnswer("empty", "b")]
+    endpoint = SimpleNamespace(ask=lambda questions, title: answers, forget=lambda questions: None)
+    monkeypatch.setattr("m3diff.commands.zero_shot.Endpoint", lambda **options: endpoint)
+    items = [PredictionItem(str(number), (), TURNS) for number in range(3)]
+    with raises(DataError, "zero_shot.no_caption", excerpt="a" * 200, answers=["2 empty", "1 cut"]):
+        ask_endpoint(ZeroShotRequest("http://127.0.0.1/v1", "m"), items, (), tmp_path)
+
+
+def test_scores_of_a_benchmark_are_printed_above_published_ones_without_training():
+    fields = {"rows_in": 9, "rows_out": 9}
+    scores = ProtocolScores(pairs=9, published_pairs=1_270, scores={"CIDEr": 0.5}, intervals={}, groups={}, absent={})
+    report = EvaluateReport(stage="evaluate", protocols={"omnidiff_real/real": scores}, **fields)
+    request = {"url": "u", "model": "m", "prompt": "p"}
+    captions_report = ZeroShotReport(stage="zero-shot", words=1, without_caption={}, sources=[], **request, **fields)
+    own_line, *published_lines, page_line = ZeroShotResult(Path("out"), captions_report, report).lines
+    assert own_line == "omnidiff_real/real (9 of 1,270 pairs), times 100: CIDEr 50.0"
+    rows = [row for row in published_rows("omnidiff_real") if row.method in ZERO_SHOT_METHODS]
+    assert [line.partition(",")[0].strip() for line in published_lines] == [row.method for row in rows]
+    assert f"CIDEr {rows[0].scores['CIDEr']:.1f}" in published_lines[0]
+    assert page_line == "report: out/report/report.html"
 
 
 def test_marks_in_captions_are_counted(server, folders, tmp_path, capsys):

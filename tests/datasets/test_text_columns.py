@@ -8,6 +8,7 @@ import pytest
 
 from m3diff.commands.inspect import check
 from m3diff.datasets.guess import TableGuess, guess_table
+from m3diff.datasets.text_columns import find_text_columns
 from tests.layouts import run_ingest, save_picture
 
 ROWS = 8
@@ -84,6 +85,7 @@ def test_a_column_of_a_change_beside_descriptions_is_among_the_answers(tmp_path,
         ("AnyEdit", "edit"),
         ("a description of one image and a change", "change"),
         ("one prompt in all rows", "edit_prompt"),
+        ("a bare text", "edit"),
     ],
 )
 def test_the_first_answer_is_the_change(tmp_path, name, likeliest):
@@ -133,6 +135,19 @@ def test_a_table_with_one_column_of_captions_needs_no_question(tmp_path, name):
     notes = [note for note in guessed.notes if "text columns that are not read" in note]
     assert [note.split(": ")[-1].split(", ") for note in notes] == ([unread] if unread else [])
     assert run_ingest(tmp_path, "pairs", "own", **guessed.options).faults == 0
+
+
+def test_the_columns_of_captions_are_named_without_paths_to_the_texts_inside_them():
+    lists = [[{"caption": text}] for text in CHANGES]
+    text_columns = find_text_columns({"change_caption": lists, "edit": EDITS})
+    assert text_columns.answers == [{"captions": "change_caption.*.caption"}, {"captions": "edit"}]
+    assert list(text_columns.names()) == ["change_caption", "edit"]
+
+
+def test_empty_cells_say_nothing_about_a_column_of_questions():
+    prompts = ["What changed?", *[" "] * (ROWS - 1)]
+    text_columns = find_text_columns({"prompt": prompts, "caption": CHANGES})
+    assert text_columns.answers == [{"captions": "caption", "question": "prompt"}]
 
 
 @pytest.mark.parametrize("name", ["caption", "output"])

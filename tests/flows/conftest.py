@@ -1,5 +1,6 @@
 """The toy project before any stage has run, for tests that run it with DVC and Prefect."""
 
+import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -7,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from flows.workspace import Workspace, workspace
+from m3diff.provenance.dvc import object_file
 from m3diff.provenance.git import git
 from m3diff.registry.promote import GateDecision
 from m3diff.stages.register.stage import Registration
@@ -41,6 +44,48 @@ def project(built_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     shutil.copytree(built_once, root, symlinks=True)
     monkeypatch.chdir(root)
     return root
+
+
+class SmallRepository:
+    """A repository of git and DVC without stages. Its files are written without DVC's command, which takes a second."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / ".dvc").mkdir(parents=True)
+        (root / ".gitignore").write_text("/runs\n/.dvc/cache\n/.dvc/tmp\n")
+        self.configure(remotes={})
+        git("init", "--quiet", str(root))
+
+    def configure(self, remotes: dict[str, Path], default: str = "") -> None:
+        """Write DVC's settings with these remotes."""
+        text = f"[core]\n    analytics = false\n    remote = {default}\n" if default else ""
+        text += "".join(f"['remote \"{name}\"']\n    url = {folder}\n" for name, folder in remotes.items())
+        (self.root / ".dvc/config").write_text(text)
+
+    def track(self, name: str, content: str, is_cached: bool = True, **options: Any) -> str:
+        """Write `NAME.dvc` for a file with this content, and the file in DVC's cache. Return the file's MD5."""
+        md5 = hashlib.md5(content.encode()).hexdigest()
+        entry = {"path": name, "hash": "md5", "md5": md5, "size": len(content)} | options
+        (self.root / f"{name}.dvc").write_text(yaml.safe_dump({"outs": [entry]}))
+        if is_cached:
+            file = object_file(self.root / ".dvc/cache", md5)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+        return md5
+
+    def commit(self) -> str:
+        """Commit all files and return the commit."""
+        git("add", "--all")
+        git("commit", "--quiet", "--message", "all files")
+        return git("rev-parse", "HEAD")
+
+
+@pytest.fixture
+def small_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallRepository:
+    """Return an empty repository, which is the current directory."""
+    repository = SmallRepository(tmp_path / "small")
+    monkeypatch.chdir(repository.root)
+    return repository
 
 
 @pytest.fixture

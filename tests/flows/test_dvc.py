@@ -1,11 +1,14 @@
 """Outputs of a run are in the remote before anything refers to them, and a later run finds them by its branch."""
 
+import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,7 +17,9 @@ import yaml
 
 from flows import dvc, report
 from flows.workspace import workspace
+from m3diff.provenance.dvc import object_file
 from m3diff.provenance.git import git
+from m3diff.records.errors import DataError, Fault
 from m3diff.settings.section import ParamsError
 from tests import toy
 from tests.errors import raises
@@ -157,24 +162,175 @@ def test_each_output_goes_to_its_own_remote_and_outputs_without_push_to_none(pro
     assert dvc.push()[0] == "Skipped"
 
 
-@pytest.mark.slow(10)
-def test_a_push_without_a_default_remote_names_the_remotes_that_exist(project, remote, tmp_path):
-    toy.run(project, "dvc", "remote", "add", "other", str(tmp_path / "second"))
-    toy.run(project, "dvc", "remote", "default", "--unset")
+def test_outputs_belong_to_their_own_remote_or_the_default_and_some_to_none(small_repository, tmp_path):
+    remotes = {name: tmp_path / name for name in ("store", "other")}
+    small_repository.configure(remotes, default="store")
+    plain_md5 = small_repository.track("plain.csv", "plain")
+    own_md5 = small_repository.track("own.csv", "own", remote="other")
+    small_repository.track("secret.csv", "secret", push=False)
+    small_repository.track("in_git.csv", "in git", cache=False)
+    small_repository.track("lost.csv", "lost", is_cached=False)
+    Path("new.csv.dvc").write_text("outs:\n- path: new.csv\n")
+    assert dvc.outputs_by_remote() == {"store": {"plain.csv": plain_md5}, "other": {"own.csv": own_md5}}
+    small_repository.configure(remotes)
+    assert dvc.outputs_by_remote() == {"other": {"own.csv": own_md5}}
+
+
+def test_a_push_tells_the_remotes_that_got_files_and_a_default_that_is_missing(small_repository, tmp_path):
+    assert dvc.push() == ("Skipped", dvc.NO_REMOTE_NOTE)
+    small_repository.configure({"store": tmp_path / "store"}, default="store")
+    assert dvc.push() == ("Skipped", "no outputs to send")
+    small_repository.track("a.csv", "a")
+    assert dvc.push() == ("Ran", "sent to store")
+    assert count_objects(tmp_path / "store") == 1
+    small_repository.configure({name: tmp_path / name for name in ("store", "other")})
     assert dvc.push() == ("Skipped", dvc.NO_DEFAULT_REMOTE_NOTE.format(remotes="other, store"))
-    assert not remote.exists()
-    dvc.check_remotes()
 
 
-@pytest.mark.slow(10)
-def test_a_push_to_a_remote_that_is_not_configured_names_it(project, remote):
-    toy.run(project, "dvc", "remote", "add", "other", str(remote))
-    toy.run(project, "dvc", "config", "core.remote", "third")
-    with raises(dvc.RemoteError, "flows.push_failed", remote="third"):
+def test_a_damaged_file_in_the_cache_is_not_sent_and_is_named(small_repository, tmp_path):
+    small_repository.configure({"store": tmp_path / "store"}, default="store")
+    md5 = small_repository.track("a.csv", "a")
+    file = object_file(dvc.cache_folder(), md5)
+    file.write_text("other")
+    fault = Fault("dvc.damaged_object", object=file, value=hashlib.md5(b"other").hexdigest()).at(path="a.csv")
+    with raises(DataError, "flows.damaged_outputs", faults=[fault]):
         dvc.push()
+    assert count_objects(tmp_path / "store") == 0
+
+
+def test_a_push_to_an_unknown_remote_is_an_error_that_may_pass(small_repository):
+    small_repository.configure({}, default="third")
+    small_repository.track("a.csv", "a")
+    with raises(dvc.RemoteError, "flows.push_failed", remote="third") as failed:
+        dvc.push()
+    assert failed.value.fields["fault"].fields["command"] == "dvc status --cloud --remote third"
+
+
+def test_dvc_in_this_process_waits_for_the_lock_of_another_process(small_repository, monkeypatch):
+    monkeypatch.setattr("dvc.lock.DEFAULT_TIMEOUT", 0.01)  # time in which DVC gives up if it does not wait
+    events: list[str] = []
+
+    def use_repository() -> None:
+        with dvc.repository() as repo, repo.lock:
+            events.append("used")
+
+    with dvc.repository() as repo, repo.lock:
+        thread = threading.Thread(target=use_repository)
+        thread.start()
+        thread.join(0.2)
+        events.append("released")
+    thread.join()
+    assert events == ["released", "used"]
+
+
+# What stays in dvc.lock
+
+LOCK = b"stages:\n  a:\n    cmd: a\n  b:\n    cmd: b\n"
+BROKEN_LOCKS = {
+    "missing": None,
+    "empty": b"",
+    "truncated": LOCK[:17],
+    "without a stage": b"stages:\n  a:\n    cmd: a\n",
+}
+
+
+@pytest.mark.parametrize("text", BROKEN_LOCKS.values(), ids=BROKEN_LOCKS)
+def test_a_commit_restores_a_broken_lock_of_a_killed_run(text, small_repository):
+    Path("dvc.lock").write_bytes(LOCK)
+    small_repository.commit()
+    Path("dvc.lock").unlink()
+    if text is not None:
+        Path("dvc.lock").write_bytes(text)
+    dvc.commit("what ran", ())
+    assert Path("dvc.lock").read_bytes() == LOCK
+    assert git("status", "--porcelain") == ""
+
+
+def test_a_commit_keeps_a_lock_with_new_stages_and_needs_no_earlier_lock(small_repository):
+    small_repository.commit()
+    Path("dvc.lock").write_text("half")
+    dvc.commit("a broken lock", ())
+    assert not Path("dvc.lock").exists()
+    for text in (LOCK, LOCK.replace(b"cmd: b", b"cmd: c") + b"  c:\n    cmd: c\n"):
+        Path("dvc.lock").write_bytes(text)
+        dvc.commit("what ran", ())
+        assert Path("dvc.lock").read_bytes() == text
+        assert git("show", "HEAD:dvc.lock") == text.decode().rstrip()
+
+
+@pytest.fixture
+def fake_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that replaces DVC's command by a script of the shell."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dvc, "find_damaged_inputs", lambda stage: [])
+    return lambda script: monkeypatch.setattr(dvc, "DVC_COMMAND", ["sh", "-c", script])
+
+
+@pytest.mark.parametrize("lock", [LOCK, None], ids=["a lock", "no lock"])
+def test_a_failed_stage_leaves_the_lock_as_it_was_and_one_that_ran_renews_it(lock, fake_dvc):
+    if lock is not None:
+        Path("dvc.lock").write_bytes(lock)
+    fake_dvc("echo half > dvc.lock; echo 'no image'; exit 3")
+    with raises(dvc.DvcError, "flows.command_failed", command="stage a", exit_code=3):
+        dvc.repro("a", print)
+    assert (Path("dvc.lock").read_bytes() if Path("dvc.lock").exists() else None) == lock
+    fake_dvc("echo \"Running stage 'a':\"; echo renewed > dvc.lock")
+    assert dvc.repro("a", print) == "Ran"
+    assert Path("dvc.lock").read_text() == "renewed\n"
+
+
+def test_the_exit_code_of_a_failed_stage_is_the_last_that_dvc_prints(fake_dvc):
+    fake_dvc("echo 'a child exited with 3'; echo 'failed to run: x, exited with -9'; exit 255")
+    with raises(dvc.DvcError, "flows.command_failed", command="stage a", exit_code=-9) as failed:
+        dvc.repro("a", print)
+    assert failed.value.fields["output"] == "a child exited with 3\nfailed to run: x, exited with -9"
+
+
+def test_a_stage_has_time_to_end_and_is_killed_after_it(fake_dvc, monkeypatch):
+    log_lines: list[str] = []
+
+    def interrupt(line: str) -> None:
+        log_lines.append(line)
+        raise KeyboardInterrupt
+
+    fake_dvc("trap 'echo ended > ended; exit' TERM; echo begun; while :; do sleep 0.01; done")
+    with pytest.raises(KeyboardInterrupt):
+        dvc.repro("a", interrupt)
+    assert Path("ended").exists()
+    monkeypatch.setattr(dvc, "GRACE_S", 0.1)
+    fake_dvc("trap '' TERM; echo deaf; while :; do sleep 0.01; done")
+    with pytest.raises(KeyboardInterrupt):
+        dvc.repro("a", interrupt)
+    assert log_lines == ["begun", "deaf"]
 
 
 # Outputs that a later run reuses
+
+
+@pytest.mark.parametrize(
+    ("own_status", "has_latest_run", "latest_stages"),
+    [
+        ({}, True, {"a": {}}),
+        ({"a": []}, False, {"a": {}}),
+        ({"a": []}, True, None),
+        ({"a": []}, True, {"a": {"cmd": "a"}, "b": {"cmd": "b"}}),
+    ],
+    ids=["all is current", "no latest run", "a broken lock of the latest run", "the same lock"],
+)
+def test_nothing_is_restored_that_cannot_leave_less_to_do(
+    own_status, has_latest_run, latest_stages, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("dvc.lock").write_bytes(LOCK)
+    own_stages = dvc.locked_stages()
+    checkouts: list[bool] = []
+    monkeypatch.setattr(dvc, "link_data", lambda: checkouts.append(True))
+    monkeypatch.setattr(dvc, "status", lambda: own_status)
+    monkeypatch.setattr(dvc, "has_branch", lambda branch: has_latest_run)
+    monkeypatch.setattr(dvc, "locked_stages", lambda commit="": latest_stages if commit else own_stages)
+    monkeypatch.setattr(dvc, "git", lambda *arguments: pytest.fail("files were restored"))
+    assert dvc.reuse_latest_run() == own_status
+    assert checkouts == [True]
 
 
 def commit_latest_run() -> None:

@@ -1,17 +1,13 @@
 """A project without its own repository is refused at the start, with the command that creates one."""
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from flows.workspace import workspace
-from m3diff.provenance.dvc import add_worktree
-from m3diff.provenance.git import require_own_repository
 from m3diff.records.errors import CodedError, DataError
 from tests.errors import raises
-from tests.toy import REPOSITORY
 
 
 def sh(script: str, folder: Path) -> str:
@@ -65,34 +61,3 @@ def test_a_run_in_a_part_of_another_repository_is_refused_with_a_remedy_that_wor
     with pytest.raises(Exception) as other_repository, workspace("one", "HEAD", [], False):
         pytest.fail("no project of DVC")
     assert not isinstance(other_repository.value, CodedError) or not other_repository.value.code.startswith("git.")
-
-
-@pytest.mark.fault("P13")
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [
-        ("rm -rf .git; git init -q --object-format=sha256", "git.sha256_repository"),
-        ("git branch runs", "git.branch_in_the_way"),
-    ],
-    ids=["sha256", "branch runs"],
-)
-def test_a_repository_in_which_no_run_can_begin_is_refused(script, code, base, monkeypatch):
-    monkeypatch.chdir(base)
-    sh("git branch runs/one", base)
-    require_own_repository()
-    sh(f"git branch -D runs/one; {script}", base)
-    with raises(DataError, code, path=base):
-        require_own_repository()
-
-
-@pytest.mark.fault("P9")
-def test_a_worktree_has_the_bytes_of_the_commit_whatever_autocrlf_says(base, tmp_path, monkeypatch):
-    (tmp_path / "settings").write_text("[core]\n\tautocrlf = true\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
-    monkeypatch.chdir(base)
-    shutil.copytree(REPOSITORY / ".dvc", base / ".dvc", ignore=shutil.ignore_patterns("cache", "tmp", "config.local"))
-    sh("git add -A; git commit -qm dvc", base)
-    worktree = tmp_path / "mü ller"
-    add_worktree("HEAD", worktree)
-    assert (worktree / "params.yaml").read_bytes() == b"a\n"
-    assert str(base / ".dvc/cache") in (worktree / ".dvc/config.local").read_text(encoding="utf-8")

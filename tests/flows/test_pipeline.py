@@ -1,12 +1,14 @@
 """A flow run: the order of its tasks, its final state, its messages, and which errors are retried."""
 
 import os
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prefect import Flow
 from prefect._internal import analytics
 from prefect.states import Completed, Failed
 
@@ -14,6 +16,7 @@ from flows import dvc, pipeline
 from flows.dvc import DvcError
 from flows.pipeline import M3DIFF_FLOW_RUN_VARIABLE, full, retrain, run_pipeline
 from flows.prepared_flow import flow as prepared_flow
+from flows.report import RunRecord
 from flows.workspace import NothingNewError, Workspace
 from m3diff.provenance.git import GitError
 from m3diff.records.errors import DataError
@@ -40,10 +43,12 @@ class Pipeline:
         self.status = {"ingest@a": [], "ingest@b": [], "train": []}
         self.outcomes = {"train": "Restored", "promote": "Rejected"}
         self.root = root
+        self.is_prepared = False
         self.data = ()
         stages = {"ingest@a": set(), "ingest@b": set(), "train": {"ingest@a", "ingest@b"}}
         for attribute, fake in {
             "get_run_logger": lambda: self.logger,
+            "prepare": lambda: setattr(self, "is_prepared", True),
             "require_own_code": lambda: None,
             "workspace": self.workspace,
             "git": lambda *arguments: self.git.append(arguments),
@@ -63,6 +68,7 @@ class Pipeline:
 
     @contextmanager
     def workspace(self, *arguments: Any):
+        assert self.is_prepared
         self.workspace_arguments.append(arguments)
         (self.root / "runs/flows").mkdir(parents=True, exist_ok=True)
         folders = (self.root / "tree", self.root, "commit", "tree")
@@ -124,6 +130,33 @@ Reason: asked for"""
     assert M3DIFF_FLOW_RUN_VARIABLE not in os.environ
 
 
+def test_runs_with_the_same_content_share_a_lock_and_a_run_that_waits_says_so(fake_pipeline, tmp_path, monkeypatch):
+    locks: list[Path] = []
+
+    @contextmanager
+    def wait_for_lock(file: Path, on_wait: Callable[[], None]):
+        locks.append(file)
+        on_wait()
+        assert fake_pipeline.finished_tasks == []
+        yield
+
+    monkeypatch.setattr(pipeline, "hold_lock", wait_for_lock)
+    run()
+    assert locks == [tmp_path / "runs/flows/tree-tree.lock"]
+    assert any("this run waits for it" in line for line in fake_pipeline.log_lines)
+
+
+@pytest.mark.parametrize("state", [Completed(name="Ran", data="done"), Failed(data=ValueError("wrong"))], ids=str)
+def test_the_duration_of_a_task_is_recorded_even_if_it_fails(state, fake_pipeline, monkeypatch):
+    clock = iter((100.0, 102.5))
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    record = RunRecord(Workspace("0123", *[Path()] * 2, "commit", "tree", (), ()), [])
+    with nullcontext() if state.is_completed() else pytest.raises(ValueError, match="wrong"):
+        assert pipeline.run_task(record, "train", lambda stage, return_state: state, "train") == "done"
+    assert record.seconds == {"train": 2.5}
+    assert record.outcomes == {"train": state.name}
+
+
 ALL_SKIPPED = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register", "promote"), "Skipped")
 
 
@@ -139,11 +172,11 @@ def test_the_state_has_a_name_and_a_run_without_results_leaves_no_branch(fake_pi
     fake_pipeline.outcomes = outcomes
     fake_pipeline.data = ("a.dvc: as on runs/data",)
     assert run(overrides=overrides, data=bool(overrides)).name == name
-    assert [words[0] for words in fake_pipeline.git] == git
-    assert fake_pipeline.git[1:] in (
-        [],
-        [("branch", "--quiet", "-D", f"runs/{fake_pipeline.workspace_arguments[0][0]}")],
-    )
+    commands = {
+        "update-ref": ("update-ref", "refs/heads/runs/latest", "HEAD"),
+        "branch": ("branch", "--quiet", "-D", f"runs/{fake_pipeline.workspace_arguments[0][0]}"),
+    }
+    assert fake_pipeline.git == [commands[word] for word in git]
     assert fake_pipeline.alerted_states == [name]
     assert fake_pipeline.workspace_arguments[0][3] == bool(overrides)
     assert "a.dvc: as on runs/data" in fake_pipeline.log_lines
@@ -271,6 +304,26 @@ def test_the_flows_pass_their_parameters_on(monkeypatch, flow, parameters, expec
 
 
 # The tasks
+
+
+def test_the_machine_is_checked_before_the_data_are_checked_out_and_the_data_after(monkeypatch):
+    actions: list[Any] = []
+    monkeypatch.setattr(pipeline, "load_params", lambda path: f"the parameters in {path}")
+    monkeypatch.setattr(pipeline, "preflight", lambda params: actions.append(("machine", params)))
+    monkeypatch.setattr(dvc, "check_remotes", lambda: actions.append("remotes"))
+    monkeypatch.setattr(dvc, "reuse_latest_run", lambda: actions.append("data") or {"train": []})
+    monkeypatch.setattr(pipeline, "preflight_data", lambda params: actions.append(("data", params)))
+    params = "the parameters in params.yaml"
+    assert pipeline.prepare_run.fn() == {"train": []}
+    assert actions == [("machine", params), "remotes", "data", ("data", params)]
+
+
+def test_a_call_of_a_flow_prepares_the_process_before_prefect_looks_for_a_server(monkeypatch):
+    actions: list[Any] = []
+    monkeypatch.setattr("flows.prepared_flow.prepare", lambda: actions.append("prepared"))
+    monkeypatch.setattr(Flow, "__call__", lambda self, *words, **options: actions.append((words, options)) or "a state")
+    assert prepared_flow(name="first")(lambda word: word)("word", return_state=True) == "a state"
+    assert actions == ["prepared", (("word",), {"return_state": True})]
 
 
 def test_the_definition_of_a_flow_is_not_reported_to_prefect(monkeypatch):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -25,8 +26,11 @@ import yaml
 from prefect.cli.deploy._models import PrefectYamlModel
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling, Completed, Crashed, Pending, Running, State, Submitting
+from prefect.utilities.dispatch import lookup_type, register_type
+from prefect.workers.base import BaseWorker
+from prefect.workers.process import ProcessWorker
 
-from flows import alerts
+from flows import alerts, worker
 from flows.watch import SETTLED_S
 from flows.worker import Worker
 from infra.apis import WORK_POOL
@@ -452,8 +456,11 @@ class Server:
         return [self.run] if self.run.state_type in flow_run_filter.state.type.any_ else []
 
     async def read_events(self, event_filter: Any, limit: int) -> Any:
+        """Return the last heartbeat of the run, which is a minute old if the run still sends some."""
+        assert event_filter.event.name == ["prefect.flow-run.heartbeat"]
         assert event_filter.resource.id == [f"prefect.flow-run.{self.run.id}"]
-        return SimpleNamespace(events=[1] * self.sends_heartbeats)
+        age = timedelta(minutes=1 if self.sends_heartbeats else 2)
+        return SimpleNamespace(events=[1] * (event_filter.occurred.since < datetime.now(UTC) - age))
 
     async def read_flow_run_states(self, flow_run_id: uuid.UUID) -> list[State[Any]]:
         return [*([Running(), Crashed()] * self.crashes)]
@@ -575,6 +582,30 @@ def test_a_run_that_is_here_still_is_not_begun_again_and_the_worker_goes_on(case
         process(server.run.id)
     submitted_runs = ask_worker(server, Worker.get_and_submit_flow_runs, in_hand=case == "in hand")
     assert [run.id for run in submitted_runs] == ([server.run.id] if case == "free" else [])
+
+
+def test_processes_of_other_runs_do_not_count_as_those_of_a_run(monkeypatch):
+    server = Server(Pending(), "full", {}, 0, 0)
+    groups = {str(uuid.uuid4()): ["a process"], "no id": ["a process"]}
+    monkeypatch.setattr(worker, "group_processes_by", lambda variable: groups)
+    assert ask_worker(server, lambda worker: worker.ids_in_progress([server.run])) == set()
+    groups[str(server.run.id)] = ["a process"]
+    assert ask_worker(server, lambda worker: worker.ids_in_progress([server.run])) == {server.run.id}
+
+
+def test_prefects_command_line_starts_this_worker_in_a_prepared_process(monkeypatch):
+    started: list[Any] = []
+    monkeypatch.setattr(worker, "prepare", lambda: started.append("prepared"))
+    monkeypatch.setattr(worker, "app", lambda: started.append(lookup_type(BaseWorker, "process")))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            worker.main()
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            register_type(ProcessWorker)
+    assert started == ["prepared", Worker]
 
 
 @pytest.mark.fault("W4")

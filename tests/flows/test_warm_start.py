@@ -1,8 +1,11 @@
 """Runs whose training starts from the champion."""
 
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +16,7 @@ from flows.workspace import (
     CHAMPION_FOLDER,
     NothingNewError,
     changed_datasets,
+    fetch_base,
     start_from_champion,
     workspace,
 )
@@ -24,6 +28,8 @@ from m3diff.settings.section import ParamsError
 from tests import toy
 from tests.conftest import MadeOnce
 from tests.errors import raises
+from tests.flows.conftest import SmallRepository
+from tests.toy import REPOSITORY
 
 MINE_FOLDER = Path("data/01_raw/mine")
 
@@ -144,17 +150,106 @@ def test_other_raw_data_or_data_parameters_are_changes_and_code_is_none(champion
 
 
 @pytest.mark.slow
-def test_a_wrong_replay_share_and_an_unknown_commit_of_the_champion_are_refused(champion_project):
+def test_an_unknown_commit_of_the_champion_is_refused(champion_project):
     change_mine(champion_project)
     champion = workspace_module.find_aliased_version()
-    for replay in (1.5, -0.1):
-        with raises(ParamsError, "flows.replay_out_of_range", key="replay", value=replay):
-            start_from_champion(replay)
     for tags, commit in (({"git.commit": "0" * 40}, "0" * 40), ({}, "unknown")):
         champion.tags = tags
         with raises(DataError, "git.commit_not_in_clone", value=commit):
             start_from_champion(0.25)
         assert not Path(f"{CHAMPION_FOLDER}.dvc").exists()
+
+
+@pytest.mark.parametrize("replay", [1.5, -0.1])
+def test_a_replay_share_that_is_no_share_is_refused(replay):
+    with raises(ParamsError, "flows.replay_out_of_range", key="replay", value=replay):
+        start_from_champion(replay)
+
+
+@pytest.fixture
+def registry(small_repository: SmallRepository, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Write the parameters, and make version 3 the champion. Return the requests for the champion and its commit."""
+    values = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
+    values["convert"]["sources"] = {"minichange": {"weight": 0.5, "samples": "one"}, "minichange_free": {"weight": 2.0}}
+    Path("params.yaml").write_text(yaml.safe_dump(values))
+    Path("data").mkdir()
+    requests: list[Any] = []
+    champion = SimpleNamespace(name="m3diff", version="3", tags={"git.commit": "c0ffee", "dvc.checkpoint": "1" * 32})
+    monkeypatch.setattr(workspace_module.tracking, "connect", lambda uri: nullcontext(uri))
+    monkeypatch.setattr(
+        workspace_module, "find_aliased_version", lambda *arguments: requests.append(arguments) or champion
+    )
+    monkeypatch.setattr(workspace_module, "find_commit", lambda name: requests.append(name) or f"commit {name}")
+    return requests
+
+
+@pytest.mark.parametrize("replay", [0, 0.25, 1])
+def test_the_overrides_of_a_warm_start_name_the_checkpoint_and_scale_unchanged_data(registry, monkeypatch, replay):
+    def changed_since(commit: str, names: Mapping[str, Any]) -> set[str]:
+        assert commit == "commit c0ffee"
+        return set(names) - {"minichange", "minichange_shifted"}
+
+    monkeypatch.setattr(workspace_module, "changed_datasets", changed_since)
+    (base_override, sources_override), note = start_from_champion(replay)
+    params = load_params(Path("params.yaml"))
+    assert registry == [(params.register_.tracking_uri, "m3diff", "champion"), "c0ffee"]
+    assert base_override == f"train.base={CHAMPION_FOLDER}"
+    key, _, value = sources_override.partition("=")
+    assert key == "convert.sources"
+    assert "\n" not in value
+    assert yaml.safe_load(value) == {
+        "minichange": {"weight": 0.5 * replay, "samples": "one"},
+        "minichange_free": {"weight": 2.0},
+        "minichange_shifted": {"weight": replay},
+    }
+    (entry,) = yaml.safe_load(Path(f"{CHAMPION_FOLDER}.dvc").read_text())["outs"]
+    assert entry == {"md5": "1" * 32, "hash": "md5", "path": CHAMPION_FOLDER.name}
+    assert git("diff", "--cached", "--name-only") == f"{CHAMPION_FOLDER}.dvc"
+    for words in ("m3diff version 3", "used in full: minichange_free, minichange_images", f"a share of {replay}"):
+        assert words in note
+    assert note.endswith("minichange, minichange_shifted")
+
+
+def test_a_warm_start_on_changed_data_alone_scales_no_dataset(registry, monkeypatch):
+    monkeypatch.setattr(workspace_module, "changed_datasets", lambda commit, names: set(names))
+    (_, sources_override), note = start_from_champion(0.25)
+    sources = yaml.safe_load(sources_override.partition("=")[2])
+    assert sources == {"minichange": {"weight": 0.5, "samples": "one"}, "minichange_free": {"weight": 2.0}}
+    assert "Unchanged" not in note
+
+
+@pytest.mark.parametrize(
+    ("has_champion", "is_cached", "expected_actions"),
+    [
+        (False, False, []),
+        (True, True, ["checkout"]),
+        (True, False, ["checkout", f"dvc pull {CHAMPION_FOLDER}.dvc", [f"{CHAMPION_FOLDER}.dvc"]]),
+    ],
+    ids=["training starts from the base", "in the cache", "not in the cache"],
+)
+def test_the_champions_checkpoint_is_pulled_only_if_the_cache_has_lost_it(
+    has_champion, is_cached, expected_actions, tmp_path, monkeypatch
+):
+    actions: list[Any] = []
+
+    def check_out() -> None:
+        actions.append("checkout")
+        if is_cached:
+            CHAMPION_FOLDER.mkdir()
+
+    @contextmanager
+    def repository(command: str) -> Iterator[SimpleNamespace]:
+        actions.append(command)
+        yield SimpleNamespace(pull=actions.append)
+
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    if has_champion:
+        Path(f"{CHAMPION_FOLDER}.dvc").touch()
+    monkeypatch.setattr(dvc, "link_data", check_out)
+    monkeypatch.setattr(dvc, "repository", repository)
+    fetch_base()
+    assert actions == expected_actions
 
 
 @pytest.mark.slow(20)

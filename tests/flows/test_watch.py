@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,16 @@ from typing import Any
 
 import pytest
 
-from flows import dvc, watch
-from flows.watch import DATA_MESSAGE_PREFIX, STATE_FILE, compute_fingerprint, drop_folders, imported_files
+from flows import alerts, dvc, watch
+from flows.watch import (
+    DATA_MESSAGE_PREFIX,
+    STATE_FILE,
+    compute_fingerprint,
+    drop_folders,
+    imported_files,
+    update_changed_sources,
+    update_sources,
+)
 from flows.workspace import (
     DATA_BRANCH,
     workspace,
@@ -31,11 +40,15 @@ class WatchRuns:
         self.started = []
         self.logged = []
         self.is_killed = False
+        self.actions = []
         self.seconds_later = 61.0
         now = time.time
-        logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append)
+        self.log = self.logged.append
+        logger = SimpleNamespace(info=self.log, warning=self.log)
         monkeypatch.setattr(watch, "get_run_logger", lambda: logger)
         monkeypatch.setattr(watch, "start_retrain", self.start)
+        monkeypatch.setattr(watch, "prepare", lambda: self.actions.append("prepare"))
+        monkeypatch.setattr(alerts, "send_alert", lambda *arguments: self.actions.append(arguments))
         monkeypatch.setattr(watch, "require_own_code", lambda: None)  # the toy project has its own code
         monkeypatch.setattr(watch.time, "time", lambda: now() + self.seconds_later)
 
@@ -46,7 +59,10 @@ class WatchRuns:
         self.started.append(reason)
 
     def __call__(self) -> Any:
-        return watch.watch.fn()
+        self.actions.clear()
+        state = watch.watch.fn()
+        assert self.actions[0] == "prepare"
+        return state
 
 
 @pytest.fixture
@@ -113,14 +129,19 @@ def test_a_new_file_in_a_drop_folder_starts_retrain_once_and_changes_nothing(pro
             assert repo.status(["data/mine.dvc"]) == {}
 
 
-def test_a_check_without_settled_changes_creates_no_worktree(project, run_watch, drop, monkeypatch):
+def test_only_a_check_with_settled_changes_creates_a_worktree(project, run_watch, drop, monkeypatch):
+    created_worktrees: list[Any] = []
+
+    def create_worktree(*arguments: Any, **options: Any) -> Any:
+        created_worktrees.append(arguments)
+        return workspace(*arguments, **options)
+
+    monkeypatch.setattr(watch, "workspace", create_worktree)
+
     def check_skipped(*lines: str, worktree: bool = False) -> None:
-        with monkeypatch.context() as patch:
-            if not worktree:
-                patch.setattr(
-                    watch, "workspace", lambda *arguments, **options: pytest.fail("a worktree was created for nothing")
-                )
-            state = run_watch()
+        created_worktrees.clear()
+        state = run_watch()
+        assert len(created_worktrees) == worktree
         assert state.name == "Skipped"
         assert state.message == "no source changed"
         assert run_watch.logged == [*lines]
@@ -145,6 +166,7 @@ def test_the_training_gets_the_reason_of_the_latest_data_commit(project, run_wat
     git("branch", DATA_BRANCH)
     monkeypatch.setattr(watch, "update_changed_sources", lambda watch_state, log: [])
     assert run_watch().message == "retrain, because data/mine changed"
+    assert run_watch.actions == ["prepare", (run_watch.log,)], "alerts that are waiting are sent"
     assert run_watch().name == "Skipped"
     assert run_watch.started == ["data/mine changed"]
 
@@ -159,6 +181,81 @@ def test_a_check_that_cannot_update_sources_fails_and_names_them(project, run_wa
     with raises(DataError, "flows.sources_not_updated", count=2, names=names, faults=failures):
         run_watch()
     assert run_watch.started == []
+
+
+def test_one_source_that_cannot_be_updated_does_not_hinder_the_others(small_repository, tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "SETTLED_S", -1)
+    small_repository.track("mine", "an earlier file")
+    small_repository.track("busy", "an earlier file")
+    commit = small_repository.commit()
+    for folder in ("mine", "busy"):
+        (tmp_path / "checkout" / folder).mkdir(parents=True)
+        (tmp_path / "checkout" / folder / "a.csv").write_text(folder)
+    sources = {"gone.dvc": "", "busy.dvc": "a fingerprint before the update"}
+    sources["mine.dvc"] = compute_fingerprint(tmp_path / "checkout/mine")
+    log_lines: list[str] = []
+    work = SimpleNamespace(checkout=tmp_path / "checkout", commit=commit)
+    (failure,), updated_sources = update_sources(work, sources, log_lines.append)
+    assert failure.code == "flows.source_not_updated"
+    assert failure.fields["path"] == "gone.dvc"
+    assert failure.fields["fault"].fields["command"] == "dvc update gone.dvc"
+    assert updated_sources == {"mine.dvc": sources["mine.dvc"]}
+    assert log_lines == ["busy changed during the update; the next check updates it"]
+    assert git("rev-parse", f"{DATA_BRANCH}^") == commit
+    assert git("diff", "--name-only", commit, DATA_BRANCH) == "mine.dvc"
+    assert git("log", "-1", "--format=%s", DATA_BRANCH) == f"{DATA_MESSAGE_PREFIX}mine changed"
+
+
+@pytest.mark.parametrize(
+    ("watch_state", "updated_sources"),
+    [
+        ({}, {"theirs.dvc", "mine.dvc"}),
+        ({"folders": {"mine.dvc": "old"}, "data": "a commit"}, {"theirs.dvc", "mine.dvc"}),
+        ({"folders": {"mine.dvc": "new"}, "data": "a commit"}, {"theirs.dvc"}),
+        ({"folders": {"mine.dvc": "new"}, "data": "another commit"}, {"theirs.dvc", "mine.dvc"}),
+    ],
+    ids=["first check", "changed folder", "same folder", "runs/data was changed by somebody"],
+)
+def test_imports_and_changed_folders_are_updated_and_remembered(watch_state, updated_sources, tmp_path, monkeypatch):
+    def update(work: str, sources: dict[str, str], log: Any) -> tuple[list[str], dict[str, str]]:
+        assert sources.keys() == updated_sources
+        return ["a failure"], {name: fingerprint for name, fingerprint in sources.items() if name == "mine.dvc"}
+
+    monkeypatch.chdir(tmp_path)
+    STATE_FILE.parent.mkdir(parents=True)
+    removed_branches: list[str] = []
+    work = SimpleNamespace(branch="runs/one")
+    monkeypatch.setattr(watch, "imported_files", lambda: ["theirs.dvc"])
+    monkeypatch.setattr(watch, "drop_folders", lambda: ["mine"])
+    monkeypatch.setattr(watch, "compute_fingerprint", lambda folder: "new")
+    monkeypatch.setattr(watch, "find_data_commit", lambda: "a commit")
+    monkeypatch.setattr(watch, "workspace", lambda *arguments, data: nullcontext(work))
+    monkeypatch.setattr(watch, "git", lambda *arguments: removed_branches.append(arguments[-1]))
+    monkeypatch.setattr(watch, "update_sources", update)
+    assert update_changed_sources(watch_state | {"started": "before"}, pytest.fail) == ["a failure"]
+    expected_state = {"started": "before", "folders": {"mine.dvc": "new"}, "data": "a commit"}
+    assert json.loads(STATE_FILE.read_text()) == expected_state
+    assert removed_branches == ["runs/one"]
+
+
+def test_retrain_is_started_by_its_deployment_once_for_the_same_data(monkeypatch):
+    started: list[Any] = []
+    monkeypatch.setattr(watch, "run_deployment", lambda name, **options: started.append((name, options)))
+    monkeypatch.setattr(watch, "retrain", lambda **options: started.append(("in this process", options)))
+    monkeypatch.setattr(watch, "deployment", SimpleNamespace(get_id=lambda: "an id"))
+    for commit in ("one", "one", "two"):
+        watch.start_retrain("new data", commit)
+    names = [name for name, _ in started]
+    assert names == ["m3diff/retrain"] * 3
+    options, options_for_same_data, options_for_other_data = (options for _, options in started)
+    assert options == options_for_same_data
+    assert options["idempotency_key"] != options_for_other_data["idempotency_key"]
+    assert options["parameters"] == {"reason": "new data"}
+    assert options["timeout"] == 0, "watch does not wait for the training"
+    assert not options["as_subflow"], "the training does not end with watch"
+    monkeypatch.setattr(watch, "deployment", SimpleNamespace(get_id=lambda: None))
+    watch.start_retrain("new data", "one")
+    assert started[3:] == [("in this process", {"reason": "new data", "return_state": True})]
 
 
 @pytest.mark.slow(40)
@@ -280,4 +377,18 @@ def test_a_check_with_a_wrong_setting_is_refused_in_one_sentence(run_watch, monk
     assert state.is_failed()
     assert state.name.startswith("Refused: ")
     assert Message("flows.drop_folder_not_tracked", key="M3DIFF_DROP", folder="data/other") == state.message
+    assert run_watch.started == []
+
+
+def test_a_check_with_the_code_of_another_checkout_is_refused_like_a_run(run_watch, monkeypatch):
+    error = DataError("dvc.code_of_other_checkout", code=Path("/a"), folder=Path("/b"))
+
+    def refuse() -> None:
+        raise error
+
+    monkeypatch.setattr(watch, "require_own_code", refuse)
+    monkeypatch.setattr("flows.pipeline.get_run_logger", lambda: SimpleNamespace(error=run_watch.logged.append))
+    state = run_watch()
+    assert state.name == f"Refused: {error.fault.problem}"
+    assert run_watch.logged == [str(error)]
     assert run_watch.started == []

@@ -4,7 +4,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from m3diff.registry.gate import Verdict, compare_with_champion, has_comparable_scores, judge_without_champion
+from m3diff.registry.gate import (
+    Verdict,
+    compare_with_champion,
+    faults_of_scores,
+    has_comparable_scores,
+    judge_without_champion,
+)
 from m3diff.scoring.bootstrap import percentile_interval, resample
 from m3diff.scoring.metrics.change_accuracy import COUNTS
 from m3diff.stages.register.params import Promote
@@ -399,3 +405,41 @@ def test_a_loss_that_cannot_be_compared_refuses_the_version(models, score, has_a
     verdict = compare_with_champion(make_gate(retention={score: 1.0}), challenger, champion)
     assert verdict.outcome == "refused"
     assert reason in verdict.reason
+
+
+def with_no_change(pairs: int, called_unchanged: int, protocol: str) -> pa.Table:
+    """Return scores of changed pairs, of which a model says so often that nothing changed."""
+    counts = np.zeros((pairs, len(COUNTS)))
+    for name, values in {"captions": 1, "changed": 1, "changed_called_unchanged": np.arange(pairs)}.items():
+        counts[:, COUNTS.index(name)] = values if name != "changed_called_unchanged" else values < called_unchanged
+    ids = [f"skills/{number}" for number in range(pairs)]
+    return pa.table({"protocol": [protocol] * pairs, "id": ids, "change_statistics": counts.tolist()})
+
+
+@pytest.mark.parametrize(("model", "base", "outcome"), [(1, 4, "first"), (4, 3, "first"), (5, 3, "refused")])
+def test_a_score_of_the_base_that_is_better_if_smaller_may_grow_by_its_tolerance(models, model, base, outcome):
+    tables = [make_scores(models[0])]
+    tables += [with_no_change(10, model, "skills/test"), with_no_change(10, base, "base:skills/test")]
+    verdict = judge_without_champion(make_gate(retention={"false_no_change": 0.1}), pa.concat_tables(tables))
+    assert verdict.outcome == outcome
+
+
+def test_a_column_of_equally_long_lists_is_no_fault_of_the_file(models):
+    assert faults_of_scores(make_gate(), make_scores(models[0])) == []
+
+
+def test_texts_that_have_only_scores_of_characters_are_compared_by_them(models):
+    tables = []
+    for exact, cider in zip(models, (1.5, 1.0), strict=True):
+        scores = make_scores(exact, **{"CIDEr-char": [cider] * 600})
+        tables.append(scores)
+    gate = make_gate(metric="CIDEr", guards={"CIDEr": 0.1, EXACT_ACCURACY: 0.1})
+    verdict = compare_with_champion(gate, *tables)
+    assert verdict.outcome == "promoted"
+    assert verdict.gain == pytest.approx(0.5)
+    assert verdict.guards.keys() == {"CIDEr-char", EXACT_ACCURACY}
+    assert verdict.reason.startswith("CIDEr-char on ")
+    assert judge_without_champion(gate, tables[1]).challenger_score == pytest.approx(1.0)
+    assert has_comparable_scores(gate, *tables)
+    words_too = [scores.append_column("CIDEr", pa.array([0.5] * 600)) for scores in tables]
+    assert judge_without_champion(gate, words_too[0]).challenger_score == pytest.approx(0.5)

@@ -1,15 +1,18 @@
 """The version that is read from MLflow's sqlite file is the version that MLflow finds."""
 
+import hashlib
 import shutil
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
 
+from m3diff.models import generation
 from m3diff.models.checkpoint import write_manifest
 from m3diff.records.errors import DataError, Fault
 from m3diff.registry import model_source
@@ -236,6 +239,24 @@ def test_a_file_of_a_checkpoint_leads_to_its_folder(tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").touch()
     with raises(DataError, "registry.model_is_file", value="model.safetensors", folder=Path(".")):
         source("model.safetensors")
+
+
+def test_a_folder_and_the_checkpoint_in_it_are_one_model_with_the_given_limit(tmp_path):
+    checkpoint = tmp_path / "model" / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    write_manifest(checkpoint, family="m3diff", base="x", base_sha256="y")
+    digest = hashlib.sha256((checkpoint / "manifest.json").read_bytes()).hexdigest()
+    expected = model_source.Source(f"m3diff/sha256-{digest[:12]}", checkpoint, 64, None)
+    assert source(str(checkpoint)) == expected
+    assert source(str(checkpoint.parent)) == expected
+
+
+def test_a_model_is_loaded_with_its_length_limit_and_the_base_of_its_adapters(monkeypatch):
+    loaded: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(generation, "load_captioner", lambda folder, limit, base: loaded.append((folder, limit, base)))
+    model_source.load(model_source.Source("m3diff/1", Path("checkpoint"), 17, Path("base")))
+    assert loaded == [(Path("checkpoint"), 17, Path("base"))]
 
 
 def test_a_registry_without_a_version_says_how_to_make_one(store):

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import Decision
-from m3diff.registry.promote import GateDecision
+from m3diff.registry.decisions import Decision, Entry
+from m3diff.registry.promote import GateDecision, is_repetition, refuse_rolled_back
 from tests.errors import raises
 from tests.registry.conftest import PAIRS, PROTOCOL, make_scores
 
@@ -82,3 +82,30 @@ def test_a_decision_of_the_gate_is_read_back_from_its_entry():
     recorded = {"number": 3, "decided_at": "2026-01-02T03:04:05Z", "author": "a@b", "flow_run": None, "commit": None}
     entry = Decision(**dict(decision.to_entry(previous=1)), **recorded)
     assert GateDecision.from_decision(entry) == decision
+
+
+REFUSAL = {
+    "action": "promote",
+    "model": "m",
+    "champion_before": 1,
+    "target": 2,
+    "outcome": "refused",
+    "reason": "worse",
+}
+RECORDED = {"number": 3, "decided_at": "2026-01-02T03:04:05Z", "author": "a@b", "flow_run": None, "commit": None}
+
+
+@pytest.mark.parametrize("change", [{}, {"champion_before": 4}, {"target": 4}, {"reason": "too few pairs"}], ids=str)
+def test_a_refusal_repeats_the_last_one_if_champion_challenger_and_reason_are_equal(change):
+    last_decision = Decision(**Entry(**REFUSAL).model_dump(), **RECORDED)
+    assert is_repetition(Entry(**REFUSAL | change), last_decision) == (not change)
+
+
+def test_a_refusal_after_a_rollback_says_who_rolled_back_and_why():
+    rollback = Decision(**REFUSAL | {"action": "rollback", "outcome": "rolled back"}, **RECORDED)
+    reason = refuse_rolled_back(rollback).reason
+    assert reason.startswith("a@b ")
+    assert "(worse)" in reason
+    by_hand = refuse_rolled_back(rollback.model_copy(update={"action": "noticed", "reason": ""})).reason
+    assert "a@b" not in by_hand
+    assert "()" not in by_hand

@@ -174,3 +174,9 @@ def test_a_champion_from_before_the_record_is_rolled_back_too(registry):
         registry.add(score)
     play(registry, "rollback -> refused: nothing_to_roll_back\nset champion 2\nset previous 1\nrollback -> 1")
     play(registry, "aliases -> champion 1\npromote -> refused: m3diff promote --again")
+
+
+def test_a_rollback_to_a_version_that_never_was_champion_keeps_an_earlier_one(three):
+    never_champion = three.add(0.1)
+    assert three.rollback(never_champion).previous == 2, "the champion of now is rolled back"
+    assert three.aliases()["previous"] == 2

@@ -364,7 +364,7 @@ def test_a_redirect_of_mlflow_is_not_followed_and_its_target_named(status):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Redirecting)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
         with raises(ParamsError, "registry.redirected", value=address, status=status, address=f"{address}/elsewhere"):

@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,8 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, RESOURCE_DOES_NOT_EXIST
 
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
@@ -227,6 +231,59 @@ def test_an_experiment_is_made_once(store):
     with connect(LOCAL) as client:
         experiment = experiment_id(client, "m3diff")
         assert experiment_id(client, "m3diff") == experiment
+
+
+def test_a_deleted_experiment_is_refused_with_the_command_that_restores_it(store):
+    with connect(LOCAL) as client:
+        experiment = experiment_id(client, "m3diff")
+        client.delete_experiment(experiment)
+        with raises(DataError, "registry.deleted_experiment", name="m3diff") as refused:
+            experiment_id(client, "m3diff")
+    command = f"MLFLOW_TRACKING_URI=sqlite:///{store}/mlflow.db mlflow experiments restore --experiment-id {experiment}"
+    assert refused.value.fields["command"] == command
+
+
+def test_a_command_to_restore_a_run_contains_no_password(monkeypatch):
+    monkeypatch.setattr(tracking, "get_tracking_uri", lambda: "https://me:secret@host:5000")
+    command = tracking.command_to_restore("runs", "a1")
+    assert command == "MLFLOW_TRACKING_URI=https://USER:PASSWORD@host:5000 mlflow runs restore --run-id a1"
+
+
+@pytest.mark.parametrize(("error_code", "is_lost"), [(RESOURCE_DOES_NOT_EXIST, True), (INTERNAL_ERROR, False)], ids=str)
+def test_a_run_that_mlflow_lost_is_none_and_another_error_is_raised(error_code, is_lost):
+    def refuse(run_id: str) -> None:
+        raise MlflowException("no", error_code=error_code)
+
+    client: Any = SimpleNamespace(get_run=refuse)
+    assert tracking.find_run(client, None) is None
+    with nullcontext() if is_lost else pytest.raises(MlflowException):
+        assert tracking.find_run(client, "a1") is None
+
+
+HOST = socket.gethostname()
+HOUR_S = 3600
+
+
+@pytest.mark.parametrize(
+    ("process", "age_s", "is_abandoned"),
+    [
+        (f"{HOST}:1", 2 * HOUR_S, False),
+        (f"{HOST}:{os.getpid()}", 0, True),
+        (f"{HOST}:{2**22 + 1}", 0, True),
+        (f"{HOST}:x", 0, False),
+        ("another:1", 0.9 * HOUR_S, False),
+        ("another:1", 1.1 * HOUR_S, True),
+        (None, 1.1 * HOUR_S, True),
+    ],
+    ids=["alive", "this process", "ended", "no process", "recent elsewhere", "old elsewhere", "old without a process"],
+)
+def test_work_is_abandoned_if_its_process_ended_or_elsewhere_after_an_hour(process, age_s, is_abandoned):
+    tags = {} if process is None else {tracking.PROCESS_TAG: process}
+    assert tracking.is_abandoned(tags, int(1000 * (time.time() - age_s))) == is_abandoned
+
+
+def test_work_of_this_process_bears_its_name():
+    assert tracking.process_tag() == {tracking.PROCESS_TAG: f"{HOST}:{os.getpid()}"}
 
 
 def test_an_experiment_of_a_server_has_its_artifacts_where_the_server_says(store, monkeypatch):

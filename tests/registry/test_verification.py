@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from m3diff.__main__ import main
-from m3diff.provenance.dvc import Lock, current_stages, dvc_hash, object_file, run_dvc
+from m3diff.provenance.dvc import Lock, current_stages, dvc_hash, object_file, read_lock, run_dvc
 from m3diff.provenance.git import find_commit
 from m3diff.records.errors import DataError
 from m3diff.registry import verification
-from m3diff.registry.restore import restore
+from m3diff.registry.restore import check_restored, restore
 from m3diff.registry.tracking import weights_sha256
 from m3diff.registry.verification import LineageCheck, check_stored_model, verify_lineage
 from m3diff.settings.load import load_params
@@ -237,16 +237,57 @@ def test_a_branch_is_restored_without_mlflow_and_despite_a_lost_file(team, clone
     assert "ok       data         data/04_mixture/train" in printed
 
 
-def test_a_missing_path_of_a_restored_branch_has_dvc_s_error_as_its_note(clone, tmp_path, monkeypatch):
+def test_a_missing_path_of_a_restored_version_has_dvc_s_error_as_its_note(team, clone, tmp_path, monkeypatch):
     error = DataError("dvc.command_failed", command="dvc fetch --quiet", folder=tmp_path, cause="no such remote")
+    tags = team.client.get_model_version("m3diff", "1").tags
 
     def fail_to_fetch(folder: Path, command: str, *arguments: str) -> str:
         if command == "fetch":
             raise error
         return "" if command == "checkout" else run_dvc(folder, command, *arguments)
 
-    checks = [LineageCheck("data", path, "1" * 32, outcome) for path, outcome in (("a", "ok"), ("b", "missing"))]
+    def find_missing(folder: Path, commit: str, lock: Lock, tags_of_version: dict[str, str]) -> Iterator[LineageCheck]:
+        assert commit == tags["git.commit"]
+        assert tags_of_version == tags
+        yield LineageCheck("data", "a", "1" * 32, "ok")
+        yield LineageCheck("data", "b", "1" * 32, "missing")
+
     monkeypatch.setattr("m3diff.provenance.dvc.run_dvc", fail_to_fetch)
-    monkeypatch.setattr("m3diff.registry.restore.check_restored", lambda *arguments: iter(checks))
-    _, restored = restore(load_params().register_, "runs/first", tmp_path / "restored")
+    monkeypatch.setattr("m3diff.registry.restore.check_restored", find_missing)
+    folder, restored = restore(load_params().register_, "1", None)
+    assert folder == clone.with_name("clone-1")
+    assert toy.run(folder, "git", "rev-parse", "HEAD").strip() == tags["git.commit"]
     assert {check.location: check.note for check in restored} == {"a": "", "b": str(error)}
+
+
+@pytest.fixture
+def restored_parts(project: Team) -> Callable[..., dict[tuple[str, str], str]]:
+    """Check the project as if it had been restored. Return the outcomes that are not ok, by part and location."""
+    tags = project.client.get_model_version("m3diff", "1").tags
+    commit = tags["git.commit"]
+
+    def check(lock: Lock | None = None, **changed_tags: str) -> dict[tuple[str, str], str]:
+        changes = {tag.replace("__", "."): value for tag, value in changed_tags.items()}
+        checks = list(check_restored(project.project, commit, lock or read_lock(commit), tags | changes))
+        assert {check.part for check in checks} >= {"data", "parameters", "dvc.lock", "model code", "checkpoint"}
+        return {(check.part, str(check.location)): check.outcome for check in checks if check.outcome != "ok"}
+
+    return check
+
+
+def test_a_restored_version_is_compared_with_its_tags(restored_parts):
+    assert restored_parts() == {}
+    other_hash = "0" * 32
+    assert restored_parts(dvc__code=other_hash, dvc__lock__sha256=other_hash, dvc__checkpoint=other_hash) == {
+        ("model code", "code/predict.json"): "differs",
+        ("dvc.lock", "dvc.lock"): "differs",
+        ("checkpoint", CHECKPOINT): "differs",
+    }
+
+
+def test_restored_data_and_parameters_are_compared_with_the_lock(restored_parts, project):
+    lock = Lock()
+    lock.stages["train"]["params"]["params.yaml"]["train"] = {"seed": "another"}
+    (output,) = [output for output in lock.stages["predict"]["outs"] if output["path"] == PREDICTIONS]
+    output["md5"] = "0" * 32
+    assert restored_parts(lock) == {("data", PREDICTIONS): "differs", ("parameters", "train"): "differs"}

@@ -9,15 +9,28 @@ import pytest
 from m3diff.records.errors import DataError
 from m3diff.report import curves
 from m3diff.report.curves import (
+    LEFT_MARGIN,
     MAX_RANGES,
+    NAME_LETTERS,
+    PLOT_HEIGHT,
+    RIGHT_MARGIN,
+    TOP_MARGIN,
+    WIDTH,
+    Chart,
     Point,
+    Series,
+    choose_log_ticks,
+    choose_round_ticks,
     combine_into_ranges,
+    draw_chart,
     draw_phase,
     draw_picture,
     first_and_last_loss,
     further_charts,
     main_charts,
+    make_line,
     read_phases,
+    tick_label,
 )
 from tests.errors import raises
 
@@ -229,3 +242,131 @@ def test_the_first_and_last_tenth_say_how_far_the_loss_fell(write):
     assert first_and_last_loss(phase) == (4.0, 1.0)
     (empty,) = read_phases(write("1,", head="step,loss"))
     assert first_and_last_loss(empty) is None
+
+
+# Where the lines of a chart are
+
+
+def coordinates(path: str) -> list[tuple[float, float]]:
+    """Return the points of an SVG path that consists of straight lines."""
+    points = path.removeprefix("M").removesuffix("Z").split("L")
+    return [(float(x), float(y)) for x, y in (point.split() for point in points)]
+
+
+def path_of(chart: Chart, kind: str) -> list[tuple[float, float]]:
+    """Return the points of the only line or band of a chart."""
+    elements = ElementTree.fromstring(draw_chart(chart)).iter("path")
+    (path,) = [element.get("d") or "" for element in elements if (element.get("class") or "").startswith(kind)]
+    return coordinates(path)
+
+
+BOTTOM = TOP_MARGIN + PLOT_HEIGHT
+MIDDLE = TOP_MARGIN + PLOT_HEIGHT / 2
+RIGHT = WIDTH - RIGHT_MARGIN
+CENTRE = (LEFT_MARGIN + RIGHT) / 2
+
+
+def test_a_line_goes_from_the_first_step_at_the_left_to_the_last_at_the_right():
+    chart = Chart("a", "b", [make_line("c", [Point(1, 0.0), Point(2, 1.0), Point(3, 2.0)])], steps=3)
+    start, centre, end = path_of(chart, "line s0")[:3]
+    assert [x for x, _ in (start, centre, end)] == [LEFT_MARGIN, CENTRE, RIGHT]
+    assert start[1] == BOTTOM, "zero is at the bottom"
+    assert TOP_MARGIN < end[1] < TOP_MARGIN + 0.1 * PLOT_HEIGHT
+    assert centre[1] == pytest.approx((start[1] + end[1]) / 2, abs=0.1)
+
+
+def test_two_points_are_a_line_and_the_values_of_a_loss_fill_the_height():
+    chart = Chart("a", "b", [make_line("c", [Point(1, 8.0), Point(2, 6.0)])], steps=2, starts_at_zero=False)
+    (_, top), (_, bottom) = path_of(chart, "line s0")
+    assert top - TOP_MARGIN == pytest.approx(BOTTOM - bottom, abs=0.1)
+    assert bottom - top > 0.9 * PLOT_HEIGHT
+
+
+def test_equal_factors_have_equal_distances_on_a_logarithmic_scale():
+    points = [Point(1, 100.0), Point(2, 10.0), Point(3, 1.0)]
+    chart = Chart("a", "b", [make_line("c", points)], steps=3, is_log=True, starts_at_zero=False)
+    assert path_of(chart, "line s0")[:3] == [(LEFT_MARGIN, TOP_MARGIN), (CENTRE, MIDDLE), (RIGHT, BOTTOM)]
+
+
+def test_a_band_goes_along_the_highest_values_and_back_along_the_lowest():
+    points = [Point(step, float(step % 2)) for step in range(1, 2 * MAX_RANGES + 1)]
+    line = make_line("c", points, has_dots=True)
+    assert not line.has_dots, "too many points for dots"
+    corners = path_of(Chart("a", "b", [line], steps=len(points)), "band")
+    upper_edge = corners[:MAX_RANGES]
+    lower_edge = corners[MAX_RANGES:]
+    assert [x for x, _ in upper_edge] == sorted(x for x, _ in upper_edge)
+    assert [x for x, _ in lower_edge] == [x for x, _ in reversed(upper_edge)]
+    assert {y for _, y in lower_edge} == {BOTTOM}
+    assert max(y for _, y in upper_edge) < TOP_MARGIN + 0.1 * PLOT_HEIGHT
+
+
+def test_a_long_name_is_cut_in_the_legend_and_a_short_one_is_not():
+    names = ["x" * NAME_LETTERS, "y" * (NAME_LETTERS + 1)]
+    svg = draw_chart(Chart("a", "b", [make_line(name, [Point(1, 1.0), Point(2, 2.0)]) for name in names], steps=2))
+    texts = [element.text or "" for element in ElementTree.fromstring(svg).iter("text")]
+    assert [text for text in texts if text[0] in "xy"] == [names[0], f"{names[1][: NAME_LETTERS - 1]}…"]
+
+
+def test_a_series_of_one_point_is_described_once():
+    svg = draw_chart(Chart("a", "b", [Series("c", [Point(1, 0.25)])], steps=1))
+    assert (ElementTree.fromstring(svg).get("aria-label") or "").endswith(". c: 0.25 at step 1.")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.5, 1]),
+        (1, 1000, [500, 1000]),
+        (0, 4, [0, 1, 2, 3, 4]),
+        (-2, 2, [-2, -1, 0, 1, 2]),
+        (0, 7e-5, [0, 2e-5, 4e-5, 6e-5]),
+    ],
+    ids=str,
+)
+def test_linear_ticks_are_round_values_within_the_axis(low, high, ticks):
+    assert choose_round_ticks(low, high, 4) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.4, 6, [0.5, 1, 2, 5]),
+        (1, 1000, [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]),
+        (0.02, 3000, [0.1, 1, 10, 100, 1000]),
+    ],
+    ids=str,
+)
+def test_logarithmic_ticks_are_powers_of_ten_and_few_of_them_have_ticks_between(low, high, ticks):
+    assert choose_log_ticks(low, high) == pytest.approx(ticks)
+
+
+TICK_LABELS = {0: "0", 0.2: "0.2", 999: "999", 1000: "1,000", 99_500: "99,500", 100_000: "100k", -2000: "-2,000"}
+TICK_LABELS |= {0.0125: "0.0125", 1.5e-4: "1.5e-4", 1.5e-5: "1.5e-5"}
+
+
+@pytest.mark.parametrize(("value", "label"), TICK_LABELS.items())
+def test_the_label_of_a_tick_is_short(value, label):
+    assert tick_label(value) == label
+
+
+def test_the_charts_of_a_picture_stand_in_rows_by_training_without_overlap(write):
+    drawn = draw_picture(write("0,1.0,9.0,,,,,,,,,", *ROWS))
+    root = ElementTree.fromstring(drawn.svg)
+    boxes = []
+    for svg in root.iter("{http://www.w3.org/2000/svg}svg"):
+        if svg.get("role") == "img":
+            boxes.append([float(svg.get(name) or "nan") for name in ("x", "y", "width", "height")])
+    alignment, *fine_tuning = boxes
+    assert alignment[:2] == [20, 20]
+    assert [x for x, *_ in fine_tuning] == [20 + number * (WIDTH + 20) for number in range(3)]
+    assert {y for _, y, *_ in fine_tuning} == {alignment[1] + alignment[3] + 20}
+    assert max(x + width for x, _, width, _ in boxes) + 20 == float(root.get("width") or "nan")
+    assert max(y + height for _, y, _, height in boxes) + 20 == float(root.get("height") or "nan")
+
+
+def test_the_levels_of_a_module_have_a_line_each(write):
+    head = "step,loss,module_update_ratio,module_score/4,module_score/17"
+    (phase,) = read_phases(write("1,2.0,0.1,0.2,0.3", head=head))
+    assert [line.name for line in chart_of(phase, "Update of the module").series] == ["module"]
+    assert [line.name for line in chart_of(phase, "Score of the module").series] == ["level 4", "level 17"]

@@ -10,11 +10,12 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Licence, Permission, Protocol
 from m3diff.report.origin import Origin
-from m3diff.report.page import PageContent, absent_scores, confusion_table, write_report
+from m3diff.report.page import PageContent, absent_scores, choose_columns, confusion_table, write_report
 from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.protocols import ProtocolPairs, select_main_protocols
 from m3diff.scoring.results import ProtocolScores
+from m3diff.scoring.run import ABSENT_RECORDS
 from tests.scoring import bench
 from tests.scoring.bench import draw, gallery_of, page_content, table, text_of
 
@@ -53,6 +54,31 @@ def test_a_score_is_called_absent_for_the_main_protocols_alone_that_lack_it():
     assert [protocol.name for protocol in main_protocols] == ["a/test", "b/test"]
     absences = [(absence.score, absence.protocols) for absence in absent_scores(main_protocols, scores_by_protocol)]
     assert absences == [("SPICE", []), ("reversal", ["a/test"])]
+
+
+def main_scores_of_tables(absent: dict[str, str] | None = None, **values: float | None) -> list[str]:
+    """Return the main scores in the tables of a protocol with these scores. The other scores must belong to them."""
+    scores = ProtocolScores(pairs=4, published_pairs=None, scores=values, intervals={}, groups={}, absent=absent or {})
+    metrics = {name: METRICS[name] for name in ("answers", "CIDEr", "SPICE")}
+    columns = choose_columns(metrics, {"toy/test": scores})
+    shown_scores: list[str] = []
+    for metric in metrics.values():
+        shown_scores += metric.scores if metric.main_score in columns.main_scores else ()
+    assert columns.scores == shown_scores
+    return columns.main_scores
+
+
+def test_tables_leave_out_a_metric_without_records_or_without_its_extra_input():
+    every_score = {"exact_match": 0.5, "CIDEr": 1.0, "SPICE": 0.2}
+    assert main_scores_of_tables(**every_score) == ["exact_match", "CIDEr", "SPICE"]
+    no_questions = {"exact_match": ABSENT_RECORDS["questions"]}
+    assert main_scores_of_tables(no_questions, CIDEr=1.0) == ["CIDEr"]
+    assert main_scores_of_tables({"CIDEr": "no Java"}, exact_match=0.5, CIDEr=None) == ["exact_match", "CIDEr"]
+
+
+def test_tables_have_no_word_scores_of_texts_that_are_counted_by_characters():
+    assert main_scores_of_tables(**{"exact_match": 0.5, "CIDEr-char": 1.0}) == ["exact_match"]
+    assert main_scores_of_tables(**{"exact_match": 0.5, "CIDEr-char": 1.0, "CIDEr": 0.5}) == ["exact_match", "CIDEr"]
 
 
 def test_the_page_has_one_table_of_protocols_and_the_rest_folded(root: Path, tmp_path: Path):
@@ -200,3 +226,10 @@ def test_images_stand_on_the_page_as_the_licence_allows(
 def tiles(page: str) -> dict[str, str]:
     figures = re.findall(r'<dt>([^<]+)</dt><dd><span class="figure">(.*?)</dd>', page)
     return {name: " ".join(re.sub("<[^>]+>", " ", value).split()) for name, value in figures}
+
+
+def test_a_tile_is_named_by_its_score_and_in_percent_if_the_score_is_a_share(page: str):
+    figures = tiles(page)
+    assert "%" not in figures["CIDEr"]
+    assert figures["Type of change right"].endswith("%")
+    assert "None" not in figures

@@ -9,6 +9,7 @@ from m3diff.datasets.spec import Protocol
 from m3diff.report.page import PageContent
 from m3diff.report.score_tables import (
     MARK_NOTES,
+    answer_table,
     describe_pairs,
     describe_rules,
     group_table,
@@ -144,13 +145,82 @@ def test_pairs_without_a_change_are_marked_where_their_cider_is_0_and_nowhere_el
             Protocol("add", published_pairs=None, ids=r"\d+\.png", change_types=("add",)),
             "pairs whose only change is add",
         ),
+        (Protocol("asked", published_pairs=None, kinds=("count", "colour")), "only count and colour"),
         (Protocol("own", published_pairs=None, ids="x.*"), "some pairs, chosen by their names"),
     ],
-    ids=["all", "by words", "by type", "by a pattern without words"],
+    ids=["all", "by words", "by type", "by kind", "by a pattern without words"],
 )
 def test_the_pairs_of_a_protocol_are_named_in_words(protocol, words):
     assert describe_pairs(protocol) == words
     assert "\\d" not in describe_rules(protocol, False)
+
+
+RULES: dict[str, tuple[Protocol, bool, list[str]]] = {
+    "plain": (
+        Protocol("p", published_pairs=None),
+        False,
+        ["All pairs", "compared with all references", "PTB tokenizer"],
+    ),
+    "joined": (Protocol("p", published_pairs=None, references="joined"), False, ["joined into one text"]),
+    "cut": (Protocol("p", published_pairs=None, max_words=20), False, ["truncated after 20 words"]),
+    "characters": (Protocol("p", published_pairs=None), True, ["each character counts as a word"]),
+    "white space": (Protocol("p", published_pairs=None, tokenizer="whitespace"), False, ["only at white space"]),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_the_rules_of_a_protocol_are_told_where_they_apply_and_nowhere_else(case):
+    protocol, counts_characters, own_words = RULES[case]
+    text = describe_rules(protocol, counts_characters)
+    assert [words for words in own_words if words not in text] == []
+    special_words = [words for name in RULES if name != "plain" for words in RULES[name][2]]
+    assert [words for words in special_words if words in text and words not in own_words] == []
+
+
+def make_question_scores(questions: int, **values: float | None) -> dict[str, float | None]:
+    return {"questions": questions, "pairs": questions, **values}
+
+
+def test_the_answers_have_a_row_for_each_kind_that_was_asked_with_its_interval():
+    kinds = {
+        "by_kind/place": make_question_scores(3, exact_match=0.5, number_accuracy=None),
+        "by_kind/count": make_question_scores(1200, exact_match=0.25, number_accuracy=0.75),
+        "by_kind/none": make_question_scores(0, exact_match=None),
+    }
+    values = make_question_scores(
+        1203, exact_match=0.4, number_accuracy=0.75, yes_no_accuracy=None, choice_accuracy=None
+    )
+    interval = Interval(low=0.2, high=0.3)
+    protocol_scores = scores(groups=kinds).model_copy(
+        update={
+            "scores": values,
+            "intervals": {"exact_match": Interval(low=0.3, high=0.5)},
+            "kind_intervals": {"count": {"exact_match": interval}},
+        }
+    )
+    table = answer_table("toy/all", protocol_scores)
+    assert table is not None
+    assert table.name == "toy-all-answers"
+    assert table.columns == ("Question", "n", "exact match", "number")
+    assert texts(table) == [
+        ["all questions", "1,203", "40.0", "75.0", ""],
+        ["count", "1,200", "25.0", "75.0", ""],
+        ["place", "3", "50.0", "–", ""],
+    ]
+    assert [row.cells[0].bounds for row in table.rows] == ["30.0–50.0", "20.0–30.0", ""]
+
+
+def test_every_form_of_a_question_has_a_column_of_answers():
+    names = ("exact_match", "yes_no_accuracy", "number_accuracy", "choice_accuracy")
+    values = make_question_scores(4, **{name: 0.1 * number for number, name in enumerate(names, start=1)})
+    table = answer_table("toy/all", scores().model_copy(update={"scores": values}))
+    assert table is not None
+    assert table.columns[2:] == ("exact match", "yes or no", "number", "choice")
+    assert texts(table) == [["all questions", "4", "10.0", "20.0", "30.0", "40.0", ""]]
+
+
+def test_a_protocol_without_questions_has_no_table_of_answers():
+    assert answer_table("toy/all", scores(CIDEr=0.5)) is None
 
 
 def test_every_protocol_of_a_dataset_that_chooses_pairs_by_name_says_which_in_words():

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from m3diff.report.tables import Cell, Table, TableRow, format_csv, format_latex, make_cell, mark_best
+from m3diff.report.tables import Cell, Table, TableRow, format_csv, format_latex, format_lines, make_cell, mark_best
 from m3diff.scoring.bootstrap import Interval
 
 
@@ -54,6 +54,22 @@ TABLE = Table(
 def test_a_label_that_is_a_number_is_in_no_column_of_words():
     table = Table("x", ("Method", "pairs", "venue", "CIDEr"), [TableRow("a", ("1,234", "ICCV'23"), (Cell(1.0),))])
     assert table.text_columns == [0, 2]
+
+
+def test_the_terminal_shows_names_with_marks_labels_and_scores_with_bounds():
+    assert [" ".join(line.split()) for line in format_lines(TABLE)] == [
+        "Method venue CIDEr BLEU-4",
+        "A_b & 50%† ICCV'23 51.3 49.0–53.3 –",
+        "this run* 40.0 3.0",
+    ]
+
+
+def test_a_table_without_rows_has_no_labels_and_no_intervals():
+    table = Table("x", ("Method", "CIDEr"), [])
+    assert table.label_count == 0
+    assert table.text_columns == [0]
+    assert not table.has_intervals
+    assert TABLE.has_intervals
 
 
 def test_latex_marks_the_best():

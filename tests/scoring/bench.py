@@ -156,7 +156,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def config(**changes: Any) -> Evaluate:
-    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "judge": None, "allow_fewer_pairs": False} | changes))
+    # `allow_fewer_pairs` is left out, so that the tests of incomplete protocols also test its default
+    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "judge": None} | changes))
 
 
 def compute(**changes: Any) -> Compute:

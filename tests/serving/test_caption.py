@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from m3diff.__main__ import DATA_REFUSED, USAGE, main
-from m3diff.images.enlarge import enlarge
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_sample_limits, read_trained_on
@@ -475,24 +474,6 @@ def test_the_note_about_the_training_is_one_line_on_stderr(form, checkpoint, ima
     printed = capsys.readouterr()
     assert printed.err.count("m3diff caption: note: drawn scenes alone\n") == 1
     assert "drawn" not in printed.out
-
-
-@pytest.mark.parametrize(
-    ("size", "enlarged_size"),
-    [((128, 128), (512, 512)), ((40, 60), (520, 780)), ((100, 4000), (100, 4000)), ((16, 100), (320, 2000))],
-    ids=["128 px", "a portrait", "a long strip", "a strip"],
-)
-def test_a_small_image_is_enlarged_by_whole_pixels(size, enlarged_size):
-    image = noise_image(1, size)
-    large = enlarge(image)
-    assert large.size == enlarged_size
-    factor = enlarged_size[0] // size[0]
-    assert np.array_equal(np.asarray(large)[::factor, ::factor], np.asarray(image))
-
-
-def test_a_large_image_is_not_enlarged():
-    image = noise_image(1, (600, 512))
-    assert enlarge(image) is image
 
 
 def test_an_unreadable_embedded_image_is_named_after_the_table(images):

@@ -515,8 +515,15 @@ def evaluated_run(shared: Shared, tmp_path: Path) -> Params:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dvc.lock that names the checkpoint's lineage and the parameters of its training."""
-    monkeypatch.setattr("m3diff.commands.export.card.Lock", lambda: SimpleNamespace(params=lambda datasets: RAN))
-    monkeypatch.setattr("m3diff.registry.lineage.read_lineage", lambda *_: LINEAGE | {"git.dirty": "true"})
+    lock = SimpleNamespace(params=lambda datasets: RAN)
+
+    def read_lineage(params: Params, read_lock: Any) -> dict[str, str]:
+        assert isinstance(params, Params)
+        assert read_lock is lock
+        return LINEAGE | {"git.dirty": "true"}
+
+    monkeypatch.setattr("m3diff.commands.export.card.Lock", lambda: lock)
+    monkeypatch.setattr("m3diff.registry.lineage.read_lineage", read_lineage)
 
 
 def test_scores_that_dvc_lock_does_not_trace_are_marked(evaluated_run, tmp_path):

@@ -11,6 +11,7 @@ import yaml
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.commands.inspect import check, recognise
 from m3diff.commands.inspect.layout import OWN_READERS
+from m3diff.commands.inspect.other_columns import remedy_for_missing_columns
 from m3diff.commands.inspect.reading import EMPTY_IMAGES, MISSING_IMAGES
 from m3diff.datasets import DATASETS
 from m3diff.datasets.pairs import read
@@ -79,6 +80,19 @@ def test_the_option_that_answers_a_doubt_keeps_the_texts_that_it_has(placeholder
     with pytest.raises(DataError) as refused:
         run_ingest(placeholder_root, "pairs", "own", **CAPTION_COLUMN, no_caption=["-"])
     assert "{no_caption: ['-', nan]}" in str(refused.value)
+
+
+def test_the_option_for_columns_of_other_names_keeps_the_entry_s_columns(tmp_path):
+    images = {"vor": "0.png", "after": "1.png", "split": "train"}
+    rows = [images | {"caption": "a tree fell"}, images | {"text": "the lamp is out"}]
+    write_json(tmp_path / "data.json", rows)
+    options = {"manifest": "data.json", "columns": {"before": "vor", "captions": "caption"}}
+    remedy = remedy_for_missing_columns(DatasetEntry(reader="pairs", root=tmp_path, options=options))
+    assert remedy.code == "check.columns_differ_by_file"
+    assert remedy.fields["missing"] == ["caption"]
+    assert remedy.fields["names"] == ["text"]
+    columns = {"before": "vor", "captions": ["caption", "text"]}
+    assert yaml.safe_load(remedy.fields["options"]) == {"columns": columns}
 
 
 def test_pairs_without_a_caption_are_counted_with_their_rows(placeholder_root):

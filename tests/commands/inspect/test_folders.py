@@ -175,7 +175,7 @@ REFUSED = [
         "two_folders_of_images",
         (
             Message("check.matching_images_without_table", header=HEADER, before="before", after="after", pairs=4),
-            "\n    before/0.png,after/0.png,WHAT CHANGED,train\n",
+            f"\n    {HEADER}\n    before/0.png,after/0.png,WHAT CHANGED,train\n",
             "m3diff caption ",
         ),
         draw=lambda root: draw_images_in_folders(root, "before", "after"),

@@ -18,7 +18,8 @@ from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
 from m3diff.stages.validate.stage import validate
 from tests.layouts import WRITERS, judge_by_polars_alone
-from tests.stages.validate.test_pairs import draw_scene, paint_box, shift_region, write_pairs
+from tests.stages.validate.test_pairs import paint_box, write_pairs
+from tests.test_image_comparison import draw_scene, shift_region
 from tests.toy import REPOSITORY
 
 Spoil = Callable[[Path], Any]

@@ -18,8 +18,8 @@ from tests.layouts import edit_json, save_picture, write_json, write_levir, writ
 def test_a_check_counts_kinds_images_turns_and_marks_with_their_first_rows(tmp_path):
     for number in range(4):
         save_picture(tmp_path / f"{number}.png", number)
-    talks = [("A?", "x"), ("B?", "x", "C?", "y"), ("Is it <image>?", "x"), ("D?", "x")]
-    images = [["0.png", "1.png"], ["0.png", "1.png"], ["2.png"], ["0.png", "1.png"]]
+    talks = [("A?", "x"), ("B?", "x", "C?", "y"), ("Is it <image>?", "x"), ("Is <image> red?", "x")]
+    images = [["0.png", "1.png"], ["0.png", "1.png"], ["2.png"], ["3.png"]]
     rows = []
     for number, (texts, names) in enumerate(zip(talks, images, strict=True)):
         roles = ("user", "assistant") * 2
@@ -33,9 +33,9 @@ def test_a_check_counts_kinds_images_turns_and_marks_with_their_first_rows(tmp_p
     lines = [line.strip() for line in output.split("\n")]
     assert "questions of their own: 4 of 4 rows" in lines
     assert "kinds of questions: count (3), no kind (1)" in lines
-    assert "images a row: 2 (3), 1 (1, the first is m.json, record 2)" in lines
+    assert "images a row: 2 (2), 1 (2, the first is m.json, record 2)" in lines
     assert "turns a row: 1 (3), 2 (1, the first is m.json, record 1)" in lines
-    assert "<image> inside the text of a question: 1 row, the first is m.json, record 2" in lines
+    assert "<image> inside the text of a question: 2 rows, the first is m.json, record 2" in lines
 
 
 def test_a_column_history_is_proposed_with_the_question(tmp_path):

@@ -13,6 +13,7 @@ import yaml
 from PIL import Image
 
 from m3diff.commands.inspect import EMBEDDED_LIMITS, StageLimits, check
+from m3diff.commands.inspect.reading import TOO_FEW_TO_DRAW, read_folder
 from m3diff.records.errors import DataError
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
@@ -220,3 +221,78 @@ def test_the_remedy_for_no_test_pair_can_be_added_to_an_entry_with_a_column(tmp_
     options = {**entry.options, **drawn}
     report = run_stages(tmp_path, name, entry.model_copy(update={"options": options}))
     assert report.datasets[name].pairs["test"] > 0
+
+
+def write_sidecars(root: Path, count: int) -> DatasetEntry:
+    """Write so many pairs with a text beside each, and images without content, which are not opened."""
+    root.mkdir()
+    for number in range(count):
+        (root / f"{number}.txt").write_text(f"the lamp {number} is out")
+        for end in ("", "_1"):
+            (root / f"{number}{end}.png").write_bytes(b"x")
+    return DatasetEntry(reader="sidecar", root=root)
+
+
+def no_test_pairs_line(entry: DatasetEntry) -> str:
+    (line,) = [line for line in read_folder("own", entry).lines if "no test pairs" in line]
+    return line
+
+
+def test_pairs_with_a_text_beside_them_are_offered_drawn_test_pairs(tmp_path):
+    entry = write_sidecars(tmp_path / "own", PAIRS)
+    offer = re.search(
+        r"`split: (\{.*?\})` in its options draws \d+ train, \d+ val, (\d+) test", no_test_pairs_line(entry)
+    )
+    assert offer is not None
+    drawn = entry.model_copy(update={"options": {"split": yaml.safe_load(offer[1])}})
+    lines = read_folder("own", drawn).lines
+    assert any(re.search(rf"test +{offer[2]} ", line) for line in lines)
+    assert not any("no test pairs" in line for line in lines)
+
+
+def test_too_few_pairs_with_a_text_beside_them_are_offered_no_draw(tmp_path):
+    assert no_test_pairs_line(write_sidecars(tmp_path / "own", 1)).endswith(TOO_FEW_TO_DRAW)
+
+
+def write_rows(root: Path, count: int) -> Path:
+    root.mkdir()
+    rows = [f"{number}.png,{number}_2.png,the lamp {number} is out" for number in range(count)]
+    (root / "pairs.csv").write_text("\n".join(["before,after,captions", *rows]))
+    return root
+
+
+def test_a_table_of_a_named_split_is_offered_a_draw_if_it_has_enough_pairs(tmp_path):
+    options = {"split": "train"}
+    small_entry = DatasetEntry(reader="pairs", root=write_rows(tmp_path / "few", 1), options=options)
+    assert no_test_pairs_line(small_entry).endswith(TOO_FEW_TO_DRAW)
+    large_entry = small_entry.model_copy(update={"root": write_rows(tmp_path / "many", PAIRS)})
+    assert "in place of `split: train`, draws " in no_test_pairs_line(large_entry)
+
+
+def test_tables_of_named_splits_are_told_to_add_one_of_test_pairs(tmp_path):
+    options = {"manifest": {"train": "pairs.csv"}}
+    entry = DatasetEntry(reader="pairs", root=write_rows(tmp_path / "own", 2), options=options)
+    assert no_test_pairs_line(entry).endswith("to the option `manifest`: {test: FILE}")
+
+
+@pytest.mark.parametrize(
+    ("address", "code"),
+    [("https://a.example/1.png", "check.image_is_address"), ("file:///mnt/1.png", "check.image_outside_root")],
+    ids=["a server", "a file"],
+)
+def test_images_at_addresses_get_the_remedy_for_their_kind(address, code, tmp_path):
+    (tmp_path / "pairs.csv").write_text(f"before,after,captions,split\n{address},{address}2,it rains,test\n")
+    reading = read_folder("own", DatasetEntry(reader="pairs", root=tmp_path))
+    remedies = "\n".join(reading.lines).partition("  remedies:\n")[2]
+    assert Message(code, value=address, root=tmp_path).in_text(remedies)
+
+
+@pytest.mark.parametrize("count", [0, 2], ids=["no row", "two rows"])
+def test_a_table_without_a_pair_is_said_to_have_none(count, tmp_path):
+    options = {"manifest": "pairs.csv", "split": "test"}
+    root = write_rows(tmp_path / "own", count)
+    for image in (f"{number}{end}.png" for number in range(count) for end in ("", "_2")):
+        (root / image).write_bytes(b"x")
+    reading = read_folder("own", DatasetEntry(reader="pairs", root=root, options=options))
+    assert any("NO PAIRS" in line for line in reading.lines) == (not count), reading.lines
+    assert reading.is_sound == bool(count)

@@ -43,6 +43,15 @@ def test_a_refusal_names_the_memory_and_what_to_lower(plan):
     assert Fault("plan.take_larger_gpus") in remedies
 
 
+def test_a_refusal_names_several_captions_per_sequence_but_no_sharding_on_one_gpu(plan):
+    counted = replace(plan({"workers": 1}, max_captions_per_sequence=None), memory_gb={"weights": 60.0})
+    with raises(ParamsError, DOES_NOT_FIT) as refusal:
+        check_fits(compute_section(workers=1), counted, 24)
+    codes = [remedy.code for remedy in refusal.value.fields["remedies"]]
+    assert "plan.lower_captions_per_sequence" in codes
+    assert "plan.raise_zero_stage" not in codes
+
+
 def test_a_refusal_names_no_remedy_that_has_no_effect_on_the_run(plan):
     smallest = {"micro_batch": 1, "zero_stage": 3, "activation_checkpointing": "full"}
     counted = replace(plan(smallest), memory_gb={"weights": 60.0})

@@ -80,6 +80,13 @@ def test_they_are_counted_beside_published_datasets(own_entries):
     assert workload.reference_tokens == pytest.approx(15)
 
 
+def test_a_folder_that_is_missing_is_left_out_of_the_counts_and_named(own_entries, tmp_path):
+    both_entries = {**own_entries, **entries("gone=pairs", root=tmp_path / "gone")}
+    workload = workload_of_datasets(both_entries, CONVERT)
+    assert list(workload.counts_by_dataset) == ["photographs"]
+    assert workload.origin.endswith("; without gone")
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

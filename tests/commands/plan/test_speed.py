@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from m3diff.commands.plan import speed
-from m3diff.commands.plan.speed import Duration, UnknownDuration, estimate_duration
+from m3diff.commands.plan.speed import Duration, UnknownDuration, estimate_duration, threads_of_worker
 from m3diff.settings.compute import GPUS
-from tests.commands.plan.conftest import FROZEN, GPU, TRAINED
+from tests.commands.plan.conftest import FROZEN, GPU, TRAINED, compute_section
 
 A100 = GPUS["A100-40GB"]
 CPU = {"gpu": False, "gpu_kind": None}
@@ -114,6 +114,13 @@ def test_timing_takes_time_and_leaves_threads_and_random_numbers_alone(plan, tmp
     duration = estimate_duration(plan(CPU | {"scratch": tmp_path, "cpus_per_worker": 1}), None, 0.45)
     assert duration.device_hours > 0
     assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_sequence_is_timed_with_the_threads_of_a_worker():
+    threads = torch.get_num_threads()
+    with threads_of_worker(compute_section(cpus_per_worker=threads + 1)):
+        assert torch.get_num_threads() == threads + 1
     assert torch.get_num_threads() == threads
 
 

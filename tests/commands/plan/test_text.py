@@ -8,11 +8,12 @@ from m3diff.commands.plan import print_plan
 from m3diff.commands.plan.fit import GpuMemory
 from m3diff.commands.plan.speed import Duration, UnknownDuration
 from m3diff.commands.plan.text import PAPER_ROW, format_amount, format_duration, format_estimate, plan_lines
-from m3diff.commands.plan.warnings import short_run_warning
+from m3diff.commands.plan.unknown_words import WordCount
+from m3diff.commands.plan.warnings import short_run_warning, warnings_before_training, warnings_of_plan
 from m3diff.commands.plan.workload import DatasetShare, SampleGroup
 from m3diff.stages.predict.stage import CONTROL_PAIRS
 from m3diff.stages.train.params import ENOUGH_STEPS, FEW_STEPS
-from tests.commands.plan.conftest import PAPER, compute_section
+from tests.commands.plan.conftest import ALIGN, GPU, PAPER, ToySettings, compute_section, write_mixture
 from tests.errors import Message
 
 DURATION = Duration(device_hours=88.07, flops_per_s=1e14, basis="assumed")
@@ -144,6 +145,11 @@ def test_lora_is_explained(plan):
     assert any(line.startswith("  LoRA adapters are ") for line in lines(plan()))
 
 
+def test_parameters_that_are_not_trained_are_marked(plan):
+    groups = [line[2:30].strip() for line in lines(plan()) if line.startswith("  projector")]
+    assert groups == ["projector, frozen"]
+
+
 def test_the_paper_s_own_counts_follow_those_of_its_datasets(plan):
     def paper_rows(shares):
         workload = replace(plan().workload, groups=[SampleGroup(shares, 29, 15, {})])
@@ -162,6 +168,68 @@ def test_a_run_of_few_steps_gets_a_warning_with_enough_epochs():
     assert warning.fields["steps"] == 11
     assert warning.fields["field"] == "train.epochs"
     assert warning.fields["expected"] == -(-27 * ENOUGH_STEPS // 110)
+
+
+@pytest.mark.parametrize("gpu", [True, False], ids=["the run uses GPUs", "the run uses none"])
+def test_a_plan_for_a_kind_of_gpu_has_its_memory_and_hours(gpu, plan, capsys):
+    compute = compute_section(gpu=gpu)
+    print_plan(plan({"gpu": gpu}), compute, GPU, hfu=0.5)
+    printed = capsys.readouterr().out
+    assert f"fits into {GpuMemory(GPU.name, GPU.memory_gb).usable_gb:.1f} GB ({GPU.name} has 40 GB" in printed
+    assert "on 4 GPUs" in printed
+    assert "process" not in printed
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory_gb", "has_verdict"),
+    [(True, 24.0, True), (True, None, False), (False, 24.0, False)],
+    ids=["a GPU", "no GPU here", "the run uses none"],
+)
+def test_a_plan_without_a_kind_of_gpu_is_for_this_machines(gpu, memory_gb, has_verdict, plan, monkeypatch, capsys):
+    monkeypatch.setattr("m3diff.commands.plan.text.smallest_gpu_gb", lambda: memory_gb)
+    print_plan(plan({"gpu": gpu, "gpu_kind": None}), compute_section(gpu=gpu, gpu_kind=None), None, hfu=0.5)
+    assert ("this machine's GPU has 24 GB" in capsys.readouterr().out) == has_verdict
+
+
+UNKNOWN_WORDS = WordCount(vocabulary=9, words=10, spelled=9, examples=("villa",))
+
+
+@pytest.fixture
+def unknown_words(monkeypatch):
+    """Lets the base know few of the words."""
+    monkeypatch.setattr("m3diff.commands.plan.warnings.count_words", lambda base, mixture: UNKNOWN_WORDS)
+
+
+def test_a_training_is_warned_of_few_steps_and_of_unknown_words(run, unknown_words):
+    assert warnings_before_training(run()) == [
+        Message("plan.few_steps", steps=2, field="train.epochs"),
+        Message("plan.unknown_words", names=["villa"]),
+    ]
+
+
+def test_the_samples_of_the_alignment_are_no_steps_of_the_fine_tuning(run, unknown_words, tmp_path):
+    rows = [(f"{dataset}/{number}", dataset, "what changed", "a box") for number in range(6) for dataset in "ab"]
+    mixture = write_mixture(tmp_path / "more", sorted(rows))
+    for settings, steps in ((ToySettings(), 3), (ToySettings(align=ALIGN), 2)):
+        few_steps, *_ = warnings_before_training(run(settings=settings, mixture=mixture))
+        assert few_steps == Message("plan.few_steps", steps=steps)
+
+
+def test_a_training_of_the_alignment_alone_is_only_warned_of_words(run, unknown_words, tmp_path):
+    mixture = write_mixture(tmp_path / "aligned", [("b/1", "b", "what changed", "a box")])
+    warnings = warnings_before_training(run(settings=ToySettings(align=ALIGN), mixture=mixture))
+    assert warnings == [Message("plan.unknown_words")]
+
+
+def test_a_training_without_a_mixture_gets_no_warning(run, unknown_words, tmp_path):
+    assert warnings_before_training(run(mixture=tmp_path / "none")) == []
+
+
+def test_only_the_plan_of_the_fine_tuning_warns_of_words(plan, unknown_words):
+    fine_tuning = plan()
+    assert [warning.code for warning in warnings_of_plan(fine_tuning)] == ["plan.few_steps", "plan.unknown_words"]
+    alignment = replace(fine_tuning, epochs_parameter="models.toy.align.epochs")
+    assert [warning.code for warning in warnings_of_plan(alignment)] == ["plan.few_steps"]
 
 
 def test_a_printed_plan_warns_of_few_steps(plan, capsys):

@@ -10,7 +10,14 @@ from m3diff.commands.plan.mixture import count_test_pairs, counted_workload
 from m3diff.commands.plan.published import published_workload
 from m3diff.commands.plan.workload import ESTIMATED_LENGTHS, DatasetShare, SampleGroup, TokenCounter, Workload
 from m3diff.settings.section import ParamsError
-from tests.commands.plan.conftest import WordProcessor, convert_section, entries, image_tokens_of, write_mixture
+from tests.commands.plan.conftest import (
+    WordProcessor,
+    convert_section,
+    entries,
+    image_tokens_of,
+    write_mixture,
+    write_samples,
+)
 from tests.errors import raises
 
 TRAIN_AND_VAL = ("train", "val")
@@ -208,3 +215,21 @@ def test_a_limit_of_references_counts_for_each_question_of_a_pair(convert, refer
 
 def test_the_test_pairs_to_caption_are_the_published_questions(tmp_path):
     assert count_test_pairs(tmp_path, entries("rsrcc", "levir_cc")) == 21_999 + 1_929
+
+
+@pytest.fixture
+def mixture_with_test_pairs(tmp_path):
+    """A mixture with three test samples of two records."""
+    rows = [{"image_set": f"a/{number}", "dataset": "a", "question": "q", "answer": "it fell"} for number in (1, 1, 2)]
+    folder = write_samples(tmp_path / "mixture", rows)
+    (folder / "train").rename(folder / "test")
+    return folder
+
+
+def test_the_test_pairs_to_caption_are_the_records_of_the_mixture(mixture_with_test_pairs):
+    assert count_test_pairs(mixture_with_test_pairs, entries("a=pairs", "b=pairs")) == 2
+
+
+def test_the_test_pairs_of_another_run_s_mixture_are_not_counted(mixture_with_test_pairs):
+    assert count_test_pairs(mixture_with_test_pairs, entries("b=pairs")) is None
+    assert count_test_pairs(mixture_with_test_pairs, entries("levir_cc")) == 1_929

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from m3diff.datasets.files import describe
 from m3diff.datasets.minichange import image_paths, read_scenes
 from m3diff.datasets.minichange.language import describe_scene
 from m3diff.records.errors import DataError, Fault
@@ -280,6 +281,19 @@ def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path):
     originals, result = read(source, splits=("train",))
     assert [image.name for image in originals] == ["p0", "p1"]
     assert result.rejected["scene is in a higher split"] == 1, "p7 is a test scene"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [("split", "dev", "one of train, val, test"), ("name", ["a", "b"], "text"), ("scene", ["a", "b"], "text")],
+)
+def test_a_row_with_a_wrong_split_name_or_scene_is_counted_with_field_and_value(key, value, expected, tmp_path):
+    column = "id" if key == "name" else key
+    originals, result = read(write(tmp_path / "raw", [row(0, **{column: value}), row(1)]))
+    assert [image.name for image in originals] == ["p1"]
+    assert result.rejected == {"row cannot be read": 1}
+    fault = Fault("datasets.unexpected_value", key=key, expected=expected, value=describe(value))
+    assert result.examples == {"row cannot be read": f"pairs.jsonl, line 1: {fault}"}
 
 
 @pytest.mark.parametrize("path", ["../a.png", "{top}/a.png", "..\\a.png", "http://127.0.0.1/a.png", "link.png"])

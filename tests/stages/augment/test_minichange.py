@@ -12,6 +12,7 @@ from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, describe_sc
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import (
     FULL_BRIGHTNESS,
+    MIN_VISIBLE_SHARE,
     PLACE_NAMES,
     SAMPLERS,
     ZOOM_FACTORS,
@@ -19,6 +20,7 @@ from m3diff.datasets.minichange.scene import (
     Mark,
     Scene,
     Thing,
+    are_uncovered,
     sample_types,
 )
 from m3diff.records.errors import DataError
@@ -188,7 +190,8 @@ def test_each_type_of_change_leaves_all_other_things_where_they_are(level, chang
         missing_things = [thing for thing in before.things if thing not in edited.things]
         new_things = [thing for thing in edited.things if thing not in before.things]
         assert missing_things == ([change.before] if change.before else [])
-        assert len(new_things) == (1 if change.after else 0)
+        assert [looks(thing) for thing in new_things] == ([looks(change.after)] if change.after else [])
+        assert are_uncovered(edited.things, MIN_VISIBLE_SHARE)
         assert len(edited.marks) - len(before.marks) == (change_type == "removal")
         assert edited.view != before.view, "another photograph"
 

@@ -246,6 +246,22 @@ def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw, tmp_path):
     assert reason.startswith("1: image cannot be read")
 
 
+def test_only_reasons_that_are_faults_of_the_source_have_an_example():
+    rejected = {"too unlike": 1200, "no caption": 1}
+    empty_fields = dict.fromkeys(("pairs", "references", "dropped_texts", "models"), {})
+    report = AugmentReport(
+        stage="augment",
+        rows_in=1201,
+        rows_out=0,
+        dataset="made",
+        kind="neighbours",
+        rejected=rejected,
+        examples={"no caption": "row 7"},
+        **empty_fields,
+    )
+    assert list(report.reasons()) == ["1,200: too unlike", "1: no caption; the first: row 7"]
+
+
 def test_answers_of_an_endpoint_are_kept_and_no_question_is_repeated(raw, tmp_path):
     reports = []
     request_counts = []

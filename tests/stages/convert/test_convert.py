@@ -171,6 +171,8 @@ def test_a_dialogue_and_its_images_are_carried_to_every_sample(tmp_path):
 def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path):
     _, report = run(tmp_path, [record("a", dataset=name) for name in PAPER_DATASETS])
     assert report.published["clevr_dc"] == {"train": (40_800, None), "train_val": (43_200, None)}
+    assert report.published["clevr_change"]["train"] == (67_660, 419_640), "estimated from the share of pairs"
+    assert report.published["iedit"]["train_val"] == (3_444, 4_210)
     assert sum(counts["train_val"][0] for counts in report.published.values()) == 145_377
     assert run(tmp_path, [record("a", dataset="iedit")])[1].published == {}
 
@@ -220,6 +222,17 @@ def test_every_choice_follows_from_seed_and_id_as_written_down(tmp_path):
     assert len(expected) < 2 * 1.3 * 40
     assert run(tmp_path, records, no_change_share=0.0)[1].pairs["train"] == 20
     assert run(tmp_path, records, no_change_share=1.0)[1].pairs["train"] == 40
+
+
+def test_the_answers_to_each_question_about_a_pair_are_drawn_for_that_question(tmp_path):
+    questions = questions_about("a", 12, references=[*"abcde"])
+    samples, _ = run(tmp_path, questions, seed=3, references_per_question=1)
+    expected = {}
+    for question in questions:
+        name = question["id"]
+        expected[name] = "abcde"[min(range(5), key=lambda number: plain_bits(3, name, REFERENCE, number))]
+    assert dict(samples.select("record", "answer").iter_rows()) == expected
+    assert len(set(expected.values())) > 1
 
 
 def test_a_sample_has_every_field_of_its_record(tmp_path):
@@ -290,12 +303,18 @@ def test_the_report_counts_questions_by_kind_images_and_turns(tmp_path):
     records += questions_about("c", 1, images=[]) + questions_about("d", 3, "test")
     _, report = run(tmp_path, [*records, record("e", dataset="captions")])
     counts = report.datasets["d"]
-    assert counts.samples_by_kind == {"count": 6, "no kind": 2}
-    assert counts.samples_by_images == {"0 images": 2, "1 image": 2, "2 images": 4}
-    assert counts.samples_by_turns == {"1 turn": 6, "2 turns": 2}
+    assert list(counts.samples_by_kind.items()) == [("count", 6), ("no kind", 2)], "the most common kind first"
+    assert list(counts.samples_by_images.items()) == [("0 images", 2), ("1 image", 2), ("2 images", 4)]
+    assert list(counts.samples_by_turns.items()) == [("1 turn", 6), ("2 turns", 2)]
     assert "images 8 (0 images 2, 1 image 2, 2 images 4)" in format_report(report)
     captions = json.loads((tmp_path / "mixture/report.json").read_text())["datasets"]["captions"]
     assert captions.keys() == {"pairs", "samples", "left_out"}
+
+
+def test_the_report_lists_the_datasets_by_name_in_any_order_of_the_records(tmp_path):
+    names = [f"set{number}" for number in (7, 2, 9, 1, 8, 3, 6, 0, 5, 4)]
+    run(tmp_path, [record("a", dataset=name) for name in names])
+    assert list(json.loads((tmp_path / "mixture/report.json").read_text())["datasets"]) == sorted(names)
 
 
 def test_every_split_has_a_folder_and_old_shards_do_not_survive(tmp_path):

@@ -153,6 +153,37 @@ def test_the_page_shows_questions_history_and_as_many_images_as_a_record_has(fol
     assert "described what changed in 2 pairs" in text_of(page)
 
 
+def test_predictions_of_some_records_only_are_scored_if_predict_counted_them(folders, tmp_path):
+    file = folders.predictions / "predictions.json"
+    rows = [row for row in json.loads(file.read_text()) if row["image_id"] not in ("toy/one?1", "toy/none")]
+    bench.write_json(file, rows)
+    bench.write_json(folders.predictions / "report.json", {"rows_out": 6})
+    report = run_evaluate(folders, tmp_path / "out", "CIDEr")
+    assert report.rows_in == 8
+    assert report.rows_out == 6
+    assert report.protocols["toy/test"].pairs == 6
+
+
+def test_answers_of_the_base_are_compared_by_the_chosen_metrics(folders, tmp_path, monkeypatch):
+    limits = []
+    real_tokenise = run.tokenise
+    monkeypatch.setattr(run, "tokenise", lambda texts, limit_s: limits.append(limit_s) or real_tokenise(texts, limit_s))
+    rows = [questions.make_row(tmp_path, name, item) for name, item in questions.RECORDS.items()]
+    skill = questions.make_row(tmp_path, "0", questions.RECORDS["0"]) | {"id": "skills/0", "dataset": "skills"}
+    write_record_table(folders.clean / "records", [*rows, skill])
+    bench.write_json(folders.records / "skills.json", {"reader": "pairs"})
+    for name, caption in {"retention": "nothing changed", "base": questions.CAPTION}.items():
+        bench.write_json(folders.predictions / f"predictions_{name}.json", bench.as_file({"skills/0": caption}))
+    counts = {"rows_out": len(questions.RECORDS), "retention": 1}
+    bench.write_json(folders.predictions / "report.json", counts)
+    scores = run_evaluate(folders, tmp_path / "out", "ROUGE-L").retention["skills/test"].scores
+    assert scores["ROUGE-L"].model == 0
+    assert scores["ROUGE-L"].base == 1
+    assert limits == [bench.compute().scorer_timeout_s] * 2
+    rows = pq.read_table(tmp_path / "out/scores.parquet").to_pylist()
+    assert [row["prediction"] for row in rows if row["protocol"] == "base:skills/test"] == [questions.CAPTION]
+
+
 def test_the_table_of_answers_has_intervals_of_each_kind(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(bootstrap, "MIN_PAIRS", 2)
     run_evaluate(folders, tmp_path / "out")

@@ -126,6 +126,20 @@ def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "out").exists()
 
 
+def test_metrics_that_need_no_java_are_computed_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = bench.write(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+    assert report.protocols[PROTOCOL].scores["change_type_accuracy"] == pytest.approx(2 / 3)
+
+
+def test_a_page_with_room_for_no_image_has_all_images_in_a_folder(tmp_path: Path):
+    folders = bench.write(tmp_path)
+    bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], gallery=0)
+    assert "data:image/webp" not in (tmp_path / "out" / "report.html").read_text()
+    assert len(list((tmp_path / "out" / "images").iterdir())) == 3 * 6
+
+
 def score(metrics: dict[str, Metric]) -> MetricScores:
     pairs = [replace(bench.pair("x", ["x"], []), id="a")]
     return compute_metrics(

@@ -154,6 +154,16 @@ REPEATS = {
         ["Something changed.", "something  changed", "SOMETHING changed!"] * 4 + VARIED,
         12,
     ),
+    "one text in spellings of two pairs each": (
+        ["Something changed.", "something  changed", "SOMETHING changed!"] * 2 + VARIED,
+        6,
+    ),
+    "one text in spellings of one pair each": (
+        ["Something changed.", "something  changed", "SOMETHING changed!", "Something changed"]
+        + ["something changed", "something changed!", *VARIED],
+        0,
+    ),
+    "white space alone": ([" "] * 12 + VARIED, 0),
     "two fifths": (["the scene differs"] * 8 + VARIED, 8),
     "a few of many": (["the lamp is gone"] * 8 + VARIED * 4, 0),
     "a small set": (["the lamp is gone"] * 15, 0),
@@ -173,8 +183,12 @@ def test_pairs_without_a_change_may_repeat_their_caption():
 
 
 def test_what_is_no_text_is_passed_over():
-    rows = [replace(row, references=[7, None, "half \ud83d", "Caption: x"]) for row in as_rows(["a"])]
-    assert [odd.kind for odd in find_odd_captions(rows)] == ["chat"]
+    mixed_row, row_of_one_text, row_of_none = as_rows(["a", "b", "c"])
+    rows = [replace(mixed_row, references=[7, None, "half \ud83d", "Caption: x"])]
+    rows += [replace(row_of_one_text, references="Caption: x"), replace(row_of_none, references=None)]
+    (odd_captions,) = find_odd_captions(rows)
+    assert odd_captions.kind == "chat"
+    assert odd_captions.count == 1
 
 
 def test_pairs_without_a_caption_are_left_out_with_a_count_and_the_first(tmp_path, capsys):

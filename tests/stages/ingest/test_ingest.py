@@ -72,7 +72,7 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
 def test_splits_that_train_become_train_and_a_scene_without_split_is_a_fault(raw):
     edit_json(raw / "splits.json", lambda splits: splits["train"].remove(5))
     report = run_ingest(raw, train_on=["train", "val"])
-    assert report.pairs == {"?": 2, "test": 4, "train": 6}
+    assert list(report.pairs.items()) == [("?", 2), ("test", 4), ("train", 6)]
     assert report.faults == 2
     splits = Counter((record["own_split"], record["split"]) for record in records_of(raw.parent))
     assert splits == {("train", "train"): 4, ("val", "train"): 2, ("test", "test"): 4, (None, None): 2}
@@ -212,6 +212,27 @@ def test_what_cannot_be_typed_is_named_in_the_fault(tmp_path, fields, faults):
     assert (bad["id"] is None) == ("name" in fields)
     assert (bad["scene"] is None) == ("scene" in fields)
     assert [uri is None for uri in uris_of(bad)] == [side in fields for side in ("before", "after")]
+
+
+def test_a_record_of_a_question_has_its_kind_and_the_turns_before_it(tmp_path):
+    fields = {"question": "Where?", "kind": "place", "history": (("How many?", "two"),)}
+    (record,), _ = to_records("d", make_entry("pairs", tmp_path), [row(**fields)])
+    assert record["kind"] == "place"
+    assert record["question"] == "Where?"
+    assert record["history"] == [{"question": "How many?", "answer": "two"}]
+
+
+def test_an_image_that_ingest_has_written_itself_may_lie_outside_of_the_root(tmp_path):
+    unpacked = tmp_path / "records" / "images" / "0.png"
+    (record,), _ = to_records("d", make_entry("pairs", tmp_path / "raw"), [row(before=unpacked)])
+    assert uris_of(record) == [str(unpacked), f"{tmp_path}/raw/y.png"]
+    assert record["fault"] is None
+
+
+def test_a_row_without_an_image_has_no_path_and_a_fault(tmp_path):
+    (record,), _ = to_records("d", make_entry("pairs", tmp_path), [row(after=None)])
+    assert uris_of(record) == [f"{tmp_path}/x.png", None]
+    assert unexpected("after", "text", "null") == record["fault"]
 
 
 @pytest.mark.parametrize("images", [("x.png",), ("x.png", "y.png", "z.png")], ids=["one", "three"])

@@ -31,6 +31,7 @@ def test_the_table_has_a_column_for_each_test_set_and_a_dash_for_what_it_lacks()
     assert "| BLEU-4 | 85.5 | – |" in lines or "| BLEU-4 | 85.6 | – |" in lines
     assert "| type of a single change correct, % | 88.1 | – |" in lines
     assert not [line for line in lines if "pixel" in line]
+    assert "|---|---|---|" in lines, "Markdown needs this line below the header"
 
 
 def test_training_and_commit_are_named():
@@ -84,6 +85,13 @@ def test_a_new_version_and_a_model_without_a_description_get_one(tmp_path):
     (written,) = described(client, tmp_path, "")
     assert written == build_description(TAGS, HEADLINE, TRAINED)
     assert client.of_model == MODEL_DESCRIPTION
+
+
+def test_without_the_reports_of_the_stages_a_description_is_written_all_the_same(tmp_path):
+    version: Any = SimpleNamespace(name="m", version="1", description=None, tags=TAGS)
+    client = Client()
+    write_description(client, version, tmp_path, tmp_path)  # type: ignore[arg-type]
+    assert client.written == [build_description(TAGS, {}, {})]
 
 
 def test_new_scores_replace_an_untouched_text_and_equal_ones_write_nothing(tmp_path):

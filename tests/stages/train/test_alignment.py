@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from safetensors.torch import load_file
 from m3diff.models.checkpoint import load_model
 from m3diff.models.settings import Align
 from m3diff.records.errors import DataError, ValueFault
+from m3diff.stages.train import stage
 from m3diff.stages.train.batches import read_samples, read_training_samples
-from m3diff.stages.train.job import DatasetFilter
+from m3diff.stages.train.job import DatasetFilter, Job
 from m3diff.stages.train.stage import join_curves
 from tests.errors import raises
-from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, recipe, run, write_mixture
+from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, job, recipe, run, write_mixture
 from tests.tiny import SEPARATE, onediff_settings, tiny_base
 
 ALIGN = Align(("couples",), epochs=2, global_batch=2, rates={"projector": 1e-2, "module": 1e-2})
@@ -135,6 +137,31 @@ def test_a_phase_has_the_pairs_of_its_datasets(mixture):
 def test_a_phase_without_a_sample_is_refused_by_name(chosen, code, mixture):
     with raises(DataError, code, path=mixture / "train", names=chosen.names):
         read_training_samples(mixture, chosen)
+
+
+@pytest.mark.parametrize("flops", [4e9, None], ids=["counted", "not counted"])
+def test_the_figures_of_a_training_include_what_its_alignment_took(flops, run_recipe, mixture, tmp_path, monkeypatch):
+    jobs: list[Job] = []
+
+    def take_phase(phase: Job) -> dict[str, Any]:
+        jobs.append(phase)
+        phase.out.mkdir(exist_ok=True)
+        (phase.out / "curves.csv").write_text("step,loss\n1,2\n")
+        number = len(jobs)
+        figures = {"steps": number, "seconds": 10 * number, "device_hours": 20 * number}
+        return figures | {"flops": flops and flops * number}
+
+    monkeypatch.setattr(stage, "run_local", take_phase)
+    figures, alignment_figures = stage.run_phases(job(run_recipe, mixture, tmp_path))
+    assert alignment_figures["steps"] == 1
+    assert figures == {"steps": 2, "seconds": 30, "device_hours": 60, "flops": flops and 3 * flops}
+    alignment, fine_tuning = jobs
+    assert alignment.weights is None
+    assert fine_tuning.weights == alignment.out / "checkpoint"
+    assert alignment.datasets == DatasetFilter(("couples",), excludes=False)
+    assert fine_tuning.datasets == DatasetFilter(("couples",), excludes=True)
+    assert alignment.run_dir != fine_tuning.run_dir
+    assert (fine_tuning.out / "curves.csv").read_text() == "step,loss\n0,2\n1,2\n"
 
 
 def test_curves_of_two_phases_are_one_file(tmp_path):

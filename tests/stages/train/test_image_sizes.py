@@ -22,6 +22,7 @@ from m3diff.stages.train import image_figures, image_sizes
 from m3diff.stages.train.batches import SCHEMA, Couple, Loader, Samples
 from m3diff.stages.train.image_figures import measure_images
 from m3diff.stages.train.image_sizes import find_longest_sample, read_sizes, rows_by_sizes
+from m3diff.stages.train.job import WorkerContext
 from m3diff.stages.train.loop import COUNTED_SEQUENCES_WITH_IMAGES, Training
 from m3diff.stages.train.sample_checks import check_samples
 from tests.errors import raises
@@ -187,6 +188,33 @@ def test_the_images_of_few_sequences_are_prepared_to_estimate_the_length_of_an_e
     training.loader.prepare_images = prepare_images  # type: ignore[method-assign]
     training.measure_lengths()
     assert len(prepared_sequences) == COUNTED_SEQUENCES_WITH_IMAGES
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "is_printed"),
+    [((SMALL, SMALL), 0, True), ((), 0, False), ((SMALL, SMALL), 1, False)],
+    ids=["images", "no images", "the second worker"],
+)
+def test_the_first_worker_prints_the_image_figures_if_there_are_images(
+    sizes, rank, is_printed, tmp_path, processor, capsys
+):
+    samples = samples_of(tmp_path, (sizes, "a"))
+    training: Any = Training.__new__(Training)
+    training.processor = processor
+    training.worker = WorkerContext(rank, 2)
+    training.schedule = SimpleNamespace(samples=samples, epoch=lambda epoch: samples.image_sets())
+    training.print_image_figures()
+    figures = measure_images(samples, samples.image_sets(), processor)
+    assert capsys.readouterr().out == (f"train: {figures}\n" if is_printed else "")
+
+
+def test_a_processor_that_tells_no_scale_has_no_image_figures(tmp_path, capsys):
+    training: Any = Training.__new__(Training)
+    training.processor = SimpleNamespace()
+    training.worker = WorkerContext()
+    training.schedule = SimpleNamespace(samples=samples_of(tmp_path, ((SMALL,), "a")), epoch=lambda epoch: [[0]])
+    training.print_image_figures()
+    assert capsys.readouterr().out == ""
 
 
 def test_an_unknown_scale_is_called_unknown(tmp_path, processor, monkeypatch):

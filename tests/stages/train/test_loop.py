@@ -11,18 +11,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from m3diff.models import FAMILIES
 from m3diff.models.blip2idc import Augment
 from m3diff.models.checkpoint import verify_manifest
+from m3diff.models.device import Device
 from m3diff.models.family import Family
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import engine, loop
-from m3diff.stages.train.job import WorkerContext
+from m3diff.stages.train.job import STOP_FILE, StoppedError, WorkerContext
 from m3diff.stages.train.loop import NEGLIGIBLE_UPDATE_RATIO, Training, peak_flops
+from m3diff.stages.train.packing_check import Differences, PackingComparison
 from m3diff.stages.train.stage import TrainReport, run_local
 from m3diff.stages.train.state import Curve, checkpoints, latest_valid_checkpoint
 from tests.errors import Message, raises
@@ -378,10 +382,100 @@ def test_a_progress_line_has_speed_and_time_left(training, monkeypatch, capfd):
     assert capfd.readouterr().out == line
 
 
+def test_a_progress_line_has_the_share_of_the_peak_of_all_gpus(training, monkeypatch, capfd):
+    """The step of 2 s takes 1978 TFLOP, which is half of what two devices of 989 TFLOP/s can do."""
+    job = training.job
+    compute = job.compute.model_copy(update={"gpu": True})
+    training.job = replace(job, compute=compute, cfg=job.cfg.model_copy(update={"precision": "bf16"}))
+    training.worker = WorkerContext(0, 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(loop, "LOG_EVERY_STEPS", 2)
+    training.curve.add({"step": 2, "loss": 1.5, "grad_norm": 2.0})
+    training.print_progress(2, 2.0, 1978e12)
+    assert "  MFU 50%  " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_requested", "saved"), [(0, True, [7]), (0, False, []), (1, True, [])], ids=["asked", "not", "second"]
+)
+def test_a_run_that_is_asked_to_end_saves_its_step_first(rank, is_requested, saved, tmp_path):
+    """Only the first worker looks for the request, so that all workers end after the same step."""
+    training: Any = Training.__new__(Training)
+    training.worker = WorkerContext(rank, 1)
+    training.job = SimpleNamespace(run_dir=tmp_path)
+    saved_steps: list[int] = []
+    training.save = saved_steps.append
+    if is_requested:
+        (tmp_path / STOP_FILE).touch()
+    if saved:
+        with raises(StoppedError, "train.stopped", step=7):
+            training.stop_if_requested(7)
+    else:
+        training.stop_if_requested(7)
+    assert saved_steps == saved
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_packing_that_differs_is_refused_where_its_limits_were_measured(precision, monkeypatch, capsys):
+    """The comparison takes sequences of several samples first."""
+    comparison = PackingComparison(Differences(1.0, {"llm": 0.0}), Differences(0.0, {"llm": 0.0}))
+    monkeypatch.setattr(loop, "compare_with_separate_passes", lambda *_: comparison)
+    training: Any = Training.__new__(Training)
+    training.worker = WorkerContext()
+    training.device = Device(False, precision)
+    training.family = training.packing = training.processor = None
+    sequences = [np.array([0]), np.array([1, 2]), np.array([3]), np.array([4, 5])]
+    training.schedule = SimpleNamespace(epoch=lambda epoch: sequences)
+    compared: list[tuple[list[int], int]] = []
+    training.loader = SimpleNamespace(
+        read=lambda batch: compared.extend((rows.tolist(), weight) for rows, weight in batch)
+    )
+    if precision == "fp32":
+        with raises(ParamsError, "train.packing_differs", differences=comparison.excesses()):
+            training.check_packing(None)
+    else:
+        training.check_packing(None)
+    assert compared == [([1, 2], 1), ([4, 5], 1)]
+    output = capsys.readouterr().out
+    assert f"train: {comparison}\n" in output
+    warning = Message("train.packing_differs", differences=comparison.excesses())
+    assert warning.in_text(output) == (precision == "bf16")
+
+
+@pytest.mark.parametrize(
+    ("part", "images", "is_refused"),
+    [
+        ("vision", 1, True),
+        ("vision", 0, False),
+        ("module", 2, True),
+        ("module", 1, False),
+        ("llm", 0, True),
+    ],
+)
+def test_a_part_needs_a_gradient_if_the_step_has_enough_images_for_it(part, images, is_refused, monkeypatch):
+    monkeypatch.setattr(engine, "gradient_norms", lambda engine, family: {part: 0.0})
+    training: Any = Training.__new__(Training)
+    training.engine = None
+    training.family = FAMILIES["m3diff"]
+    training.worker = WorkerContext()
+    training.job = SimpleNamespace(cfg=SimpleNamespace(model="small"))
+    samples = SimpleNamespace(images_of=lambda number: (None,) * number)
+    training.schedule = SimpleNamespace(samples=samples, global_sequences=lambda step: [0, images])
+    if is_refused:
+        with raises(ParamsError, "train.part_without_gradient", key=f"models.small.rates.{part}", part=part):
+            training.check_gradients()
+    else:
+        training.check_gradients()
+
+
 @pytest.mark.parametrize(("rank", "printed"), [(0, "train: a line\n"), (1, "")], ids=["first", "second"])
 def test_only_the_first_worker_prints(rank, printed, capsys):
     WorkerContext(rank, 2).print_once("a line")
     assert capsys.readouterr().out == printed
+
+
+def test_the_only_worker_shares_a_value_without_a_process_group():
+    assert WorkerContext().broadcast("a folder") == "a folder"
 
 
 def test_device_seconds_are_those_of_all_workers(training):

@@ -18,19 +18,30 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray._common.utils import env_bool
+from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
+from ray.train.v2._internal.constants import ENABLE_PRINT_PATCH_ENV_VAR
 
 from m3diff.cluster import NoRoomError
 from m3diff.provenance import code
+from m3diff.records.errors import DataError
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop, on_ray, stage
 from m3diff.stages.train.engine import deepspeed_config
-from m3diff.stages.train.job import Job, WorkerContext, single_worker_group
-from m3diff.stages.train.stage import RunInProgressError, _run_lock, run_key, run_with_retries, train
-from tests.errors import raises
+from m3diff.stages.train.job import Job, StoppedError, WorkerContext, single_worker_group
+from m3diff.stages.train.stage import (
+    RunInProgressError,
+    _run_lock,
+    run_key,
+    run_with_retries,
+    settings_in_report,
+    train,
+)
+from tests.errors import Message, raises
 from tests.stages.train.test_alignment import ALIGN
-from tests.stages.train.toy import Recipe, job, recipe
+from tests.stages.train.toy import Recipe, job, recipe, run_dir_of
 from tests.tiny import tiny_settings
 from tests.toy import REPOSITORY
 
@@ -139,6 +150,31 @@ def test_the_best_checkpoint_is_not_exported_without_captions(base, mixture, tmp
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_base_whose_tokenizer_is_damaged_is_refused_before_the_run_begins(base, mixture, tmp_path):
+    damaged_base = shutil.copytree(base, tmp_path / "base")
+    (damaged_base / "tokenizer.json").write_text("{}")
+    run_recipe = recipe(damaged_base, scratch=tmp_path / "runs")
+    with raises(DataError, "files.unreadable", path=damaged_base / "tokenizer.json"):
+        train(run_recipe.cfg, run_recipe.model, run_recipe.compute, mixture, tmp_path / "out")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_was_asked_to_end_ends_with_its_code_and_stays_to_be_resumed(
+    base, mixture, tmp_path, monkeypatch, capsys
+):
+    def stop(job: Job) -> dict[str, Any]:
+        raise StoppedError("train.stopped", step=3)
+
+    monkeypatch.setattr(stage, "run_local", stop)
+    run_recipe = recipe(base, scratch=tmp_path / "runs")
+    with pytest.raises(SystemExit) as ended:
+        train(run_recipe.cfg, run_recipe.model, run_recipe.compute, mixture, tmp_path / "out")
+    assert ended.value.code == 143
+    assert Message("train.stopped", step=3).in_text(capsys.readouterr().out)
+    assert run_dir_of(tmp_path).is_dir()
+    assert not (tmp_path / "out" / "report.json").exists()
+
+
 def test_the_report_has_the_figures_of_the_loop_and_the_warnings_from_before(stage_run):
     report = json.loads((stage_run.out / "report.json").read_text())
     report.pop("settings")
@@ -150,7 +186,17 @@ def test_the_report_has_the_settings_that_decided_the_weights(stage_run):
     settings = json.loads((stage_run.out / "report.json").read_text())["settings"]
     assert settings["base"] == str(stage_run.run_recipe.cfg.base)
     assert settings["family"] == stage_run.run_recipe.model.family
-    assert settings["rates"].keys() <= {"vision", "projector", "module", "llm"}
+    rates = stage_run.run_recipe.model.rates
+    assert settings["rates"] == {part: rate for part, rate in rates.items() if rate}
+    assert settings["rates"]["vision"] > 0
+    assert settings["lora"]["rank"] == stage_run.run_recipe.model.lora.rank
+
+
+def test_the_report_has_no_rate_of_a_part_that_does_not_train(base):
+    run_recipe = recipe(base, model=tiny_settings(vision=None), seed=5)
+    settings = settings_in_report(run_recipe.cfg, run_recipe.model)
+    assert settings["rates"].keys() == {"projector", "module", "llm"}
+    assert settings["seed"] == 5
 
 
 def test_the_speed_of_a_training_is_written_for_the_plan(stage_run):
@@ -184,10 +230,8 @@ def trainer_arguments(work: Callable[..., Job], monkeypatch: pytest.MonkeyPatch)
     """Return the arguments of Ray's trainer for a job with changes of `compute`."""
 
     def arguments_of(**compute: Any) -> dict[str, Any]:
-        arguments: dict[str, Any] = {}
-        monkeypatch.setattr(on_ray, "TorchTrainer", lambda worker, **options: arguments.update(options, worker=worker))
-        on_ray.make_trainer(work(**compute))
-        return arguments
+        monkeypatch.setattr(on_ray, "TorchTrainer", lambda worker, **options: {"worker": worker, **options})
+        return on_ray.make_trainer(work(**compute))  # type: ignore[return-value]
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     return arguments_of
@@ -260,14 +304,44 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(ra
     assert rank or json.loads(written.read_text()) == {"rank": 0, "ranks": 2}
 
 
+def test_workers_on_one_machine_meet_through_a_file_of_their_attempt(work, tmp_path):
+    on_ray.join_process_group(replace(work(), attempt=3), WorkerContext(0, 1))
+    try:
+        assert torch.distributed.get_world_size() == 1
+        assert torch.distributed.get_rank() == 0
+        assert torch.distributed.get_backend() == "gloo"
+        assert [path.name for path in tmp_path.glob("group-*")] == ["group-3"]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the starts and stops of a replacement for Ray."""
+    """Return the starts and stops of a replacement for Ray on one machine."""
     calls: list[str] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(on_ray, "start_coordinator", lambda: calls.append("coordinator"))
     monkeypatch.setattr(on_ray, "start_ray", lambda compute: calls.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     monkeypatch.setattr(on_ray, "wait_for_room", lambda compute, seconds: None)
     return calls
+
+
+@pytest.mark.parametrize("variable", [ENABLE_PRINT_PATCH_ENV_VAR, RAY_CHDIR_TO_TRIAL_DIR])
+@pytest.mark.parametrize("chosen", [None, "1"], ids=["ours", "the user's choice"])
+def test_ray_prints_no_line_twice_and_changes_no_folder_unless_the_user_wants_it(
+    variable, chosen, work, tmp_path, monkeypatch, ended
+):
+    monkeypatch.setenv(variable, "")
+    monkeypatch.delenv(variable)
+    if chosen:
+        monkeypatch.setenv(variable, chosen)
+    (tmp_path / "figures.json").write_text("{}")
+    values = []
+    trainer = SimpleNamespace(fit=lambda: values.append(env_bool(variable, True)))
+    monkeypatch.setattr(on_ray, "make_trainer", lambda run_recipe: trainer)
+    on_ray.run_on_ray(work())
+    assert values == [chosen is not None]
 
 
 @pytest.mark.fault("27")
@@ -277,7 +351,7 @@ def test_a_run_on_ray_gives_the_figures_and_leaves_no_ray_behind(work, tmp_path,
     monkeypatch.setattr(on_ray, "make_trainer", lambda run_recipe: SimpleNamespace(fit=lambda: None))
     assert on_ray.run_on_ray(work()) == {"steps": 6}
     assert not (tmp_path / "ray").exists()
-    assert ended == ["start", "shutdown"]
+    assert ended == ["start", "coordinator", "shutdown"]
 
     def fit() -> None:
         raise ray.train.WorkerGroupError("worker failed", {1: OSError("no")})
@@ -285,7 +359,15 @@ def test_a_run_on_ray_gives_the_figures_and_leaves_no_ray_behind(work, tmp_path,
     monkeypatch.setattr(on_ray, "make_trainer", lambda run_recipe: SimpleNamespace(fit=fit))
     with pytest.raises(ray.train.WorkerGroupError, match="worker failed"):
         on_ray.run_on_ray(work())
-    assert ended == 2 * ["start", "shutdown"]
+    assert ended == 2 * ["start", "coordinator", "shutdown"]
+
+
+def test_a_cluster_is_left_to_start_its_own_coordinator(work, tmp_path, monkeypatch, ended):
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    (tmp_path / "figures.json").write_text("{}")
+    monkeypatch.setattr(on_ray, "make_trainer", lambda run_recipe: SimpleNamespace(fit=lambda: ended.append("fit")))
+    on_ray.run_on_ray(work())
+    assert ended == ["start", "fit", "shutdown"]
 
 
 @pytest.mark.parametrize(("cluster", "seconds"), [("", 0), ("head:6379", 60)])
@@ -322,6 +404,7 @@ def test_the_only_worker_leaves_the_linear_as_it_was(monkeypatch):
     """ZeRO 3 replaces torch's `linear` for the whole process, with a version that rounds differently."""
     linear = torch.nn.functional.linear
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
 
     def run() -> None:
         with single_worker_group(False):
@@ -334,6 +417,8 @@ def test_the_only_worker_leaves_the_linear_as_it_was(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run()
     assert torch.nn.functional.linear is linear
+    assert os.environ["RANK"] == "3"
+    assert "WORLD_SIZE" not in os.environ
     assert not torch.distributed.is_initialized()
 
 

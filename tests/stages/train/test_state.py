@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,29 @@ def test_the_first_worker_alone_writes_and_a_run_of_other_parameters_takes_none(
     restored = workspace.started(0, val_pairs=0, model=tiny_settings(vision=None))
     with raises(CheckpointError, "train.other_parameters"):
         state.load_state(restored.engine, saved)
+
+
+@pytest.mark.parametrize(("rank", "part"), [(0, [1.0, 2.0, 3.0]), (1, [4.0, 5.0, 0.0])], ids=["first", "last"])
+def test_with_zero_3_each_worker_gets_its_part_of_a_tensor_padded_with_zeros(rank, part, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    parts: list[Any] = []
+    optimizer = SimpleNamespace(set_local_hp_param=lambda *arguments: parts.append(arguments))
+    parameter: Any = torch.nn.Parameter(torch.zeros(0))
+    parameter.ds_id = 0
+    parameter.ds_tensor = torch.zeros(3)
+    engine: Any = SimpleNamespace(optimizer=optimizer, module=torch.nn.Module())
+    state.MasterState(engine).set_tensor(parameter, torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]), "exp_avg")
+    ((own_part, own_parameter, moment),) = parts
+    assert own_part.tolist() == part
+    assert own_parameter is parameter
+    assert moment == "exp_avg"
+
+
+def test_a_checkpoint_leaves_no_file_open(tmp_path):
+    write_one(tmp_path, 2)
+    before = len(os.listdir("/dev/fd"))
+    write_one(tmp_path, 4)
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_back(tmp_path, monkeypatch):

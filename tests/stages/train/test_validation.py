@@ -193,6 +193,33 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(most_bytes, siz
     assert model.train().training
 
 
+def test_each_worker_answers_its_share_and_gets_the_answers_of_all(base, mixture, monkeypatch):
+    scorer = validator(base, mixture, ranks=2, rank=1)
+
+    class Answerer:
+        def __init__(self, *_: Any) -> None: ...
+
+        def encode_prompt(self, turns: Any, marks: Any) -> list[int]:
+            return [0]
+
+        def answer_in_parts(self, prepared: Any, dialogues: Any) -> list[str]:
+            return [f"answer to {turns[-1].answer}" for turns in dialogues]
+
+    def gather(answers_by_rank: list[Any], answers: dict[int, str]) -> None:
+        answers_by_rank[:] = [{0: "of the first", 6: "too"}, answers]
+
+    monkeypatch.setattr(validation, "Captioner", Answerer)
+    monkeypatch.setattr(validation.dist, "all_gather_object", gather)
+    modes: list[str] = []
+    model: Any = SimpleNamespace(
+        module=torch.nn.Module(), eval=lambda: modes.append("eval"), train=lambda: modes.append("train")
+    )
+    answers = scorer._answers(model, [0, 1, 6, 7])
+    own_answers = {row: f"answer to {scorer.samples.value('answer', row)}" for row in (1, 7)}
+    assert answers == {0: "of the first", 6: "too"} | own_answers
+    assert modes == ["eval", "train"]
+
+
 def test_cider_is_ten_for_the_only_reference_and_ignores_case_and_stops():
     gold = [["the red ball moved"], ["a blue cube is gone"], ["nothing has changed here"]]
     (ball,), (cube,), (nothing,) = gold

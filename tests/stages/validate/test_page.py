@@ -39,6 +39,7 @@ def test_the_page_loads_nothing_and_shows_rows_by_the_rule_that_they_break(raw, 
     text = page.read_text("utf-8")
     assert not re.search("//|<script|<img|src=|<link", text)
     assert "<h1>3 of 12 rows left out</h1>" in text
+    assert re.findall(r">(\w+): pairs \(references\)</th>", text) == ["train", "val", "test"]
     headings = re.findall(r'<h3 id="(\w+)">(.*?)</h3>', text)
     assert headings == [
         ("image_2_decodes", "The second image cannot be opened: 1 row"),

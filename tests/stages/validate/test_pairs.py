@@ -1,7 +1,6 @@
 """Pairs that do not show the change in their captions are quarantined, or counted in a finding."""
 
 import csv
-import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,155 +9,9 @@ import polars as pl
 import pytest
 from PIL import Image, ImageDraw
 
-from m3diff.images.compare import CHANGED, EQUAL, FAINT, NOISE, compare_images
 from m3diff.stages.validate.no_change import captions_describe_change, says_nothing_changed
 from tests.layouts import run_ingest, run_validate
-
-Edit = Callable[[Image.Image], Image.Image]
-
-
-def draw_scene(number: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
-    """Draw an image like a photo: a gradient with noise, and boxes at positions that depend on the number."""
-    random = np.random.default_rng(number)
-    width, height = size
-    slope = np.add.outer(np.linspace(40, 140, height), np.linspace(0, 60, width))
-    grain = random.normal(0, 4, (height, width, 3))
-    image = Image.fromarray(np.clip(slope[..., None] + random.integers(0, 40, 3) + grain, 0, 255).astype(np.uint8))
-    draw = ImageDraw.Draw(image)
-    for _ in range(5):
-        box_left, box_top = (int(value) for value in random.integers(0, (width - 30, height - 30)))
-        draw.rectangle(
-            (box_left, box_top, box_left + 24, box_top + 20),
-            fill=tuple(int(value) for value in random.integers(0, 256, 3)),
-        )
-    return image
-
-
-def save_image(image: Image.Image, path: Path, **options: object) -> str:
-    image.save(path, **options)
-    return str(path)
-
-
-def reencode(image: Image.Image, kind: str, **options: object) -> Image.Image:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return Image.open(buffer).convert("RGB")
-
-
-SAVED_AGAIN: dict[str, tuple[str, dict[str, object], Edit]] = {
-    "PNG of another compression": ("png", {"compress_level": 1}, lambda image: image),
-    "BMP": ("bmp", {}, lambda image: image),
-    "JPEG of quality 30": ("jpg", {"quality": 30}, lambda image: image),
-    "JPEG of quality 75, progressive": ("jpg", {"quality": 75, "progressive": True}, lambda image: image),
-    "JPEG of quality 95": ("jpg", {"quality": 95}, lambda image: image),
-    "JPEG without subsampling": ("jpg", {"quality": 80, "subsampling": 0}, lambda image: image),
-    "JPEG of a JPEG": ("jpg", {"quality": 60}, lambda image: reencode(image, "JPEG", quality=90)),
-    "WebP": ("webp", {"quality": 80}, lambda image: image),
-    "GIF": ("gif", {}, lambda image: image),
-    "one level lighter": ("png", {}, lambda image: image.point(lambda value: min(255, value + 1))),
-    "90 % of the size": ("png", {}, lambda image: image.resize((144, 108), Image.Resampling.BICUBIC)),
-    "70 % of the size as JPEG": (
-        "jpg",
-        {"quality": 85},
-        lambda image: image.resize((112, 84), Image.Resampling.LANCZOS),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", SAVED_AGAIN)
-def test_an_image_that_was_only_saved_again_shows_no_change(tmp_path, case):
-    suffix, options, edit = SAVED_AGAIN[case]
-    before = draw_scene(1)
-    if case == "JPEG of a JPEG":
-        before = edit(before)
-    original = save_image(before, tmp_path / "before.png")
-    copy = save_image(before if case == "JPEG of a JPEG" else edit(before), tmp_path / f"after.{suffix}", **options)
-    assert compare_images(original, copy, 100) in (EQUAL, NOISE)
-    assert compare_images(copy, original, 100) in (EQUAL, NOISE)
-
-
-def shift_region(region_left: int, region_top: int, width: int, height: int, shift: int) -> Edit:
-    def edit(image: Image.Image) -> Image.Image:
-        pixels = np.asarray(image).astype(np.int16)
-        region = pixels[region_top : region_top + height, region_left : region_left + width]
-        pixels[region_top : region_top + height, region_left : region_left + width] = region + (
-            shift if region.mean() < 128 else -shift
-        )
-        return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
-
-    return edit
-
-
-def draw_text(text: str) -> Edit:
-    def edit(image: Image.Image) -> Image.Image:
-        copy = image.copy()
-        ImageDraw.Draw(copy).text((20, 20), text, fill="white")
-        return copy
-
-    return edit
-
-
-def recolor(image: Image.Image) -> Image.Image:
-    """Paint a box of 6x6 pixels in another colour of the same brightness."""
-    bands = list(image.split())
-    bands[0].paste(200, (70, 50, 76, 56))
-    bands[2].paste(20, (70, 50, 76, 56))
-    return Image.merge("RGB", bands)
-
-
-CHANGES: dict[str, Edit] = {
-    "an object of 5x5 pixels": shift_region(71, 43, 5, 5, 60),
-    "a thin line": shift_region(30, 61, 60, 1, 60),
-    "a faint object of 10x10": shift_region(50, 50, 10, 10, 12),
-    "another colour": recolor,
-    "a letter": draw_text("F"),
-    "three levels lighter": lambda image: image.point(lambda value: min(255, value + 3)),
-    "a faint shadow on a half": shift_region(0, 0, 80, 120, 5),
-    "without its colours": lambda image: image.convert("L").convert("RGB"),
-    "half the size": lambda image: image.resize((80, 60)),
-    "cut at a side": lambda image: image.crop((20, 0, 160, 120)),
-    "turned": lambda image: image.transpose(Image.Transpose.ROTATE_90),
-    "smeared": lambda image: image.resize((40, 30)).resize((160, 120)),
-}
-
-
-@pytest.mark.parametrize("suffixes", ["png png", "png jpg", "jpg jpg", "png webp"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_small_change_is_not_mistaken_for_noise(tmp_path, change, suffixes):
-    before_suffix, after_suffix = suffixes.split()
-    before = save_image(
-        draw_scene(1), tmp_path / f"before.{before_suffix}", **({"quality": 80} if before_suffix != "png" else {})
-    )
-    after = save_image(
-        CHANGES[change](draw_scene(1)),
-        tmp_path / f"after.{after_suffix}",
-        **({"quality": 60} if after_suffix != "png" else {}),
-    )
-    assert compare_images(before, after, 100) in (FAINT, CHANGED)
-
-
-def test_a_grey_jpeg_of_a_coloured_image_is_a_change(tmp_path):
-    before = save_image(draw_scene(1), tmp_path / "before.png")
-    after = save_image(draw_scene(1).convert("L"), tmp_path / "after.jpg", quality=80)
-    assert compare_images(before, after, 100) == CHANGED
-
-
-@pytest.mark.parametrize("size", [(4, 4), (160, 3)], ids=str)
-def test_an_image_of_a_few_pixels_is_compared_as_a_whole(tmp_path, size):
-    noise = np.random.default_rng(1).integers(0, 240, (*size, 3), dtype=np.uint8)
-    before = save_image(Image.fromarray(noise), tmp_path / "before.png")
-    lighter = save_image(Image.fromarray(noise + 1), tmp_path / "lighter.png")
-    brighter = save_image(Image.fromarray(noise + 9), tmp_path / "brighter.png")
-    assert compare_images(before, lighter, 100) == NOISE
-    assert compare_images(before, brighter, 100) == CHANGED
-
-
-@pytest.mark.parametrize(("compare_px", "likeness"), [(100, FAINT), (1000, CHANGED)])
-def test_a_change_is_faint_only_at_the_resolution_of_the_model(tmp_path, compare_px, likeness):
-    image = Image.new("RGB", (2000, 1500), (90, 60, 30))
-    before = save_image(image, tmp_path / "before.png")
-    after = save_image(shift_region(1000, 1000, 3, 3, 120)(image), tmp_path / "after.png")
-    assert compare_images(before, after, compare_px) == likeness
+from tests.test_image_comparison import draw_scene, shift_region
 
 
 @pytest.mark.parametrize(
@@ -312,19 +165,6 @@ def test_findings_are_counted_and_their_pairs_stay(tmp_path, quick, case):
     kinds, unshown = judge_folder(write_pairs(tmp_path / "own", edit))
     assert kinds == expected
     assert unshown == []
-
-
-def test_a_small_faint_patch_is_no_noise(tmp_path):
-    """Its 4x4 window exceeds the bound of noise. All larger windows are within theirs."""
-    before = np.full((96, 96, 3), 120, dtype=np.uint8)
-    after = before.copy()
-    after[::2, ::2] += 1
-    after[40:44, 40:44] = 122
-    after[40:44, 40:42] = 123
-    paths = [
-        save_image(Image.fromarray(image), tmp_path / name) for name, image in (("a.png", before), ("b.png", after))
-    ]
-    assert compare_images(*paths, 96) == FAINT
 
 
 def test_a_finding_counts_the_pairs_by_the_property_that_differs(tmp_path, quick):

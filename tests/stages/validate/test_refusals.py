@@ -15,10 +15,17 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError, Fault, command_to_read_again
 from m3diff.records.tables import read_table, write_table
+from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK_RULE
-from m3diff.stages.validate.stage import ValidateReport, count_allowed_rows, shares_above_limits
+from m3diff.stages.validate.stage import (
+    ValidateReport,
+    check_records,
+    count_allowed_rows,
+    find_rejection_faults,
+    shares_above_limits,
+)
 from tests.errors import Message, raises
 from tests.layouts import (
     edit_json,
@@ -199,6 +206,72 @@ def test_a_lost_test_pair_is_refused_unless_allowed_and_counts_exclude_quarantin
     assert fault.code == "validate.lost_test_pairs"
     assert fault.fields["dataset"] == "mini"
     assert fault.fields["rows"] == [lost]
+
+
+def check(folder: Path, entry: DatasetEntry, protocol: str | None = None, **changes: Any) -> list[Fault]:
+    """Return the faults that `m3diff data check` shows for records of the dataset mini, with the default limits."""
+    cfg = Validate(**changes)
+    results = check_records(cfg, {"mini": entry}, image_cache(folder), folder / "records")
+    return find_rejection_faults(cfg, {"mini": entry}, results, protocol)
+
+
+def test_a_check_refuses_by_default_what_the_stage_refuses(raw):
+    for name in (
+        "sc_images/CLEVR_semantic_000001",
+        "sc_images/CLEVR_semantic_000003",
+        "sc_images/CLEVR_semantic_000012",
+    ):
+        (raw / f"{name}.png").unlink()
+    run_ingest(raw)
+    entry = make_entry("clevr_change", raw, expected_pairs={"train": 6, "test": 2})
+    miscount, bad_test_rows, lost_pairs = check(raw.parent, entry, "mini/total")
+    assert miscount == Fault("validate.unexpected_count", dataset="mini", split="train", value=5, expected=6)
+    assert bad_test_rows.code == "validate.too_many_bad_rows"
+    assert bad_test_rows.fields["group"] == "mini test"
+    assert lost_pairs.code == "validate.lost_test_pairs"
+    assert [row.partition(":")[0] for row in lost_pairs.fields["rows"]] == ["mini/000001.png", "mini/000012.png"]
+    allowed = check(raw.parent, entry, allow_lost_test_pairs=True, max_quarantined_share=0.5)
+    counts_of_lost = Fault("validate.unexpected_count", dataset="mini", split="test", value=4, expected=2)
+    assert allowed == [miscount, counts_of_lost], "lost pairs that are allowed count"
+
+
+def test_a_check_refuses_data_without_test_pairs_of_the_protocol(raw):
+    edit_json(raw / "splits.json", lambda splits: splits.update(train=[3, 5, 8, 1, 12], test=[]))
+    run_ingest(raw)
+    entry = make_entry("clevr_change", raw)
+    fault = Fault("ingest.no_test_pair", dataset="mini", protocol="mini/total")
+    assert check(raw.parent, entry, "mini/total") == [fault]
+    assert check(raw.parent, entry) == []
+
+
+def test_data_without_any_test_row_and_data_that_lost_all_of_them_are_told_apart(tmp_path):
+    rows = pl.DataFrame({"own_split": ["train", "test", "test"], "source": ["a", "b", "c"], "reason": ["x", "y", "z"]})
+    without_test_rows = stage.SplitRows(clean=rows, quarantine=rows.head(1), respaced=0)
+    assert stage._fault_without_test_pairs(without_test_rows, tmp_path) == Fault("validate.no_test_pairs")
+    fault = stage._fault_without_test_pairs(stage.SplitRows(clean=rows, quarantine=rows, respaced=0), tmp_path)
+    assert fault.code == "validate.all_test_pairs_quarantined"
+    assert fault.fields["rows"] == 2
+    assert fault.fields["first"] == "b: y"
+
+
+@pytest.mark.parametrize(
+    ("image_root", "paths", "command"),
+    [
+        (None, ["raw/a/1.png"], "touch -c raw/a/1.png"),
+        (None, ["raw/a/1.png", "raw/a/2.png"], "find -L raw/a -type f -exec touch -c {} +"),
+        (None, ["raw/a/1.png", "raw/b/2.png"], "find -L raw -type f -exec touch -c {} +"),
+        ("other", ["raw/a/1.png"], "touch -c raw/a/1.png"),
+        ("other", ["raw/a/1.png", "other/2.png"], "dvc repro --single-item --force ingest@mini"),
+    ],
+    ids=["an image", "a folder", "two folders", "an image of two roots", "an image that DVC does not watch"],
+)
+def test_the_remedy_for_edited_images_makes_dvc_read_them_again(image_root, paths, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in paths:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+    entry = make_entry("pairs", Path("raw"), image_root=image_root)
+    assert stage._command_to_ingest_again("mini", entry, paths) == f"`{command} && dvc repro`"
 
 
 @pytest.mark.fault("14")

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import polars as pl
 import pyarrow.parquet as pq
@@ -20,6 +22,7 @@ from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rule_texts import RULE_TEXTS
 from m3diff.stages.validate.rules import build_rules
+from m3diff.stages.validate.stage import SplitRows, _build_report
 from tests.errors import Message
 from tests.layouts import (
     edit_json,
@@ -132,6 +135,25 @@ def test_every_count_of_the_report(raw, quick):
     assert json.loads((raw.parent / "clean/report.json").read_text()) == report.model_dump()
 
 
+def test_the_report_lists_datasets_splits_and_rules_by_name():
+    names = [f"set{number}" for number in (7, 2, 9, 1, 8, 3, 6, 0, 5, 4)]
+    fields = {"image_set": "a", "references": ["x", "y"], "id": "a", "own_split": "train", "source": "", "reason": ""}
+    rows = []
+    for name in names:
+        for split, question in (("val", "How many?"), ("train", None), ("train", None), ("test", None)):
+            rows.append(fields | {"dataset": name, "split": split, "question": question, "rules": ["readable", "id"]})
+    frame = pl.DataFrame(rows)
+    images = pl.DataFrame(schema={"path": pl.String, "verdict": pl.String, "format": pl.String})
+    results: Any = SimpleNamespace(images=images, overlaps={}, findings=[])
+    report = _build_report(results, SplitRows(clean=frame, quarantine=frame, respaced=0))
+    assert list(report.datasets) == sorted(names)
+    for counts in report.datasets.values():
+        assert list(counts.references.items()) == [("test", 2), ("train", 4), ("val", 2)]
+        assert list(counts.pairs.items()) == [("test", 1), ("train", 1), ("val", 1)]
+        assert counts.questions == {"val": 1}
+        assert list(counts.broken_rules.items()) == [("id", 4), ("readable", 4)]
+
+
 @pytest.mark.fault("14")
 def test_both_engines_agree_on_the_rows_that_break_each_rule(tmp_path):
     """The dataset has a row for each rule. great-expectations and polars must find the same broken rules."""
@@ -175,6 +197,7 @@ def test_both_engines_agree_on_the_rows_that_break_each_rule(tmp_path):
         assert re.match(words, reasons[f"mini/{name}"])
     assert reasons["mini/images"].endswith(f"gone.png {Fault('images.missing')}")
     assert reasons[None].startswith("before, split: ")
+    assert not any(reason.endswith("; ") for reason in reasons.values()), "a rule without a reason of its own"
     assert report.quarantined == 9
     assert report.leaks == 1
     assert report.bad_images == 1
