@@ -342,7 +342,7 @@ def test_logarithmic_ticks_are_powers_of_ten_and_few_of_them_have_ticks_between(
 
 
 TICK_LABELS = {0: "0", 0.2: "0.2", 999: "999", 1000: "1,000", 99_500: "99,500", 100_000: "100k", -2000: "-2,000"}
-TICK_LABELS |= {0.0125: "0.0125", 1.5e-4: "1.5e-4", 1.5e-5: "1.5e-5"}
+TICK_LABELS |= {0.0125: "0.0125", 1.5e-4: "1.5e-4", 1.5e-5: "1.5e-5", 2e-5: "2e-5"}
 
 
 @pytest.mark.parametrize(("value", "label"), TICK_LABELS.items())
