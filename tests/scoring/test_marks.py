@@ -186,8 +186,8 @@ DATASET_CAPTIONS = {
     "tokens": "the lamp is gone </s>",
     "literals": 'the {"caption": "the lamp is gone"',
     "markup": "**The lamp** is gone",
-    "encoding": "Ã–sterreich is gone",
-    "escapes": "\x1b[31mthe lamp is gone",
+    "encoding": "voilÃ\xa0 the lamp",
+    "escapes": "the lamp\x1cis gone",
 }
 
 
