@@ -349,7 +349,9 @@ def serve_meanwhile(model: str, registry: FakeRegistry, monkeypatch: pytest.Monk
             await registry.until_version(registry.version)
         assert not keeping.done()
         keeping.cancel()
+        deployment = models.current.deployment
         await models.close()
+        assert deployment.removed
 
     monkeypatch.setattr(server_module, "run", keep_until_last)
     serve(PARAMS, model, Path("base"), "127.0.0.1", 0)
