@@ -326,6 +326,12 @@ def test_the_window_is_the_worst_one_of_a_sixteenth_of_the_frame(corner: tuple[i
     assert measure_differences(grey(np.full((4, 4), 100)), red)["mean"] == 10.0
 
 
+def test_a_frame_has_16_windows_a_side():
+    after = np.zeros((240, 240, 3), np.uint8)
+    after[:14, :14] = 45
+    assert measure_differences(np.zeros_like(after), after)["window"] == pytest.approx(45 * 14**2 / 15**2)
+
+
 def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_path: Path):
     def pair(name: str, types: list[str], brighter: int) -> Any:
         files = [tmp_path / f"{name}_{side}.png" for side in ("before", "after")]

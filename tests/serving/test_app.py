@@ -648,6 +648,23 @@ def test_the_largest_request_is_answered_however_short_the_queue_is(serve):
     assert service.post(CAPTION, **form(large_image(), BEFORE)).status_code == 200
 
 
+def test_a_request_that_takes_all_memory_is_accepted_and_a_byte_more_is_refused():
+    cfg = toy.PARAMS.serve.model_copy(update={"max_queue": limits.COPIES})
+    capacity = limits.Capacity(cfg, batcher.Metrics())
+
+    def upload(size: int) -> Any:
+        return SimpleNamespace(expected_bytes=size, max_bytes=1000)
+
+    async def reserve_twice() -> None:
+        with capacity.reserve(upload(1000)):
+            assert capacity.reserved_bytes == limits.COPIES * 1000
+            with pytest.raises(RequestRefusedError), capacity.reserve(upload(1)):
+                pass
+        assert capacity.reserved_bytes == 0
+
+    asyncio.run(reserve_twice())
+
+
 def test_an_answer_that_takes_too_long_is_cancelled(serve, monkeypatch):
     service = serve(answer_s=COMPUTE_S / 4, batch_pairs=1)
     captioned = []
