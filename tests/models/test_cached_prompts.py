@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from m3diff.models.cached_prompts import (
     CachedPrompts,
     Unit,
     UnitKind,
+    count_packed_tokens,
     make_units,
     positions_of,
     read_unit,
     repeat_cache,
+    shared_length,
+    with_units_of_other_workers,
 )
-from m3diff.models.contract import TrainingSequence
+from m3diff.models.contract import Branch, TrainingSequence
 from m3diff.models.device import Device
 from m3diff.records.sample import Turn
 from m3diff.stages.train.packing_check import PackingComparison, compare_with_separate_passes
@@ -229,3 +233,69 @@ def test_each_fault_exceeds_the_limits_of_the_check_before_a_run(
     except RuntimeError:  # of torch, about shapes or about a state that was changed in place
         return
     assert excesses
+
+
+IMAGE_TOKEN = 7
+PROMPT = [IMAGE_TOKEN, IMAGE_TOKEN, 1, 2]
+PACKED_BRANCHES = {
+    "the prompt but its last token": (
+        [Branch([*PROMPT, 5, 9], [(4, 6)]), Branch([*PROMPT, 6, 8, 9], [(4, 7)])],
+        3,
+        10,
+    ),
+    "the tokens that are equal": ([Branch([*PROMPT, 3, 5], [(5, 6)]), Branch([*PROMPT, 4, 5], [(5, 6)])], 4, 8),
+    "the images alone": ([Branch([7, 1, 9], [(2, 3)]), Branch([7, 2, 9], [(2, 3)])], 1, 5),
+    "one branch": ([Branch([*PROMPT, 5], [(4, 5)])], 3, 5),
+    "no image at a later place": ([Branch([1, 7, 2, 3], [(3, 4)]), Branch([1, 2, 3, 4], [(3, 4)])], 1, 8),
+}
+
+
+@pytest.mark.parametrize(("branches", "shared", "tokens"), PACKED_BRANCHES.values(), ids=PACKED_BRANCHES)
+def test_branches_share_the_beginning_of_their_prompts(branches, shared, tokens):
+    """Without all images in it, a prompt is not shared."""
+    assert shared_length(branches) == shared
+    assert count_packed_tokens(branches, IMAGE_TOKEN) == tokens
+
+
+class ZeroModel:
+    """A model that DeepSpeed splits among workers."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+
+def fake_unit(kind: UnitKind) -> Any:
+    return SimpleNamespace(kind=kind)
+
+
+OWN_UNITS = [fake_unit(kind) for kind in (UnitKind.BRANCHES, UnitKind.PROMPTS, UnitKind.BRANCHES)]
+
+
+@pytest.fixture
+def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another worker have one unit of prompts with images, one of prompts and one of branches."""
+    other_counts = torch.zeros(len(UnitKind), dtype=torch.int64)
+    other_counts[[UnitKind.PROMPTS_WITH_IMAGES, UnitKind.PROMPTS, UnitKind.BRANCHES]] = 1
+
+    def take_largest(counts: torch.Tensor, op: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        counts.copy_(torch.maximum(counts, other_counts))
+
+    monkeypatch.setattr(cached_prompts.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(cached_prompts.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(cached_prompts.dist, "all_reduce", take_largest)
+    monkeypatch.setattr(cached_prompts, "blank_unit", lambda kind, processor: f"blank {kind.name}")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_with_zero_all_workers_run_the_same_passes_in_the_same_order(stage, two_workers):
+    units = with_units_of_other_workers(OWN_UNITS, ZeroModel(stage), None, CPU)
+    assert units == ["blank PROMPTS_WITH_IMAGES", OWN_UNITS[1], OWN_UNITS[0], OWN_UNITS[2]]
+
+
+@pytest.mark.parametrize("model", [ZeroModel(0), object()], ids=["stage 0", "no DeepSpeed"])
+def test_without_zero_a_worker_runs_its_own_passes_alone(model, two_workers):
+    assert with_units_of_other_workers(OWN_UNITS, model, None, CPU) == OWN_UNITS

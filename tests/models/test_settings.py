@@ -12,7 +12,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.blip2idc import Augment
 from m3diff.models.settings import Align, DifferenceConfig, Lora, MDPConfig, VDMConfig, module_config
 from m3diff.records.errors import Fault, ValueFault
-from tests.errors import raises
+from tests.errors import Message, raises
 from tests.tiny import MDP, SEPARATE, VDM, onediff_settings, tiny_settings
 from tests.tiny_blip2 import blip2_settings, published_config
 
@@ -61,6 +61,16 @@ def test_a_part_of_the_alignment_that_fine_tuning_does_not_name_is_refused():
     settings = read(GOOD | {"rates": {"module": 0.0001}, "align": align})
     with raises(ValueFault, "models.part_of_alignment_frozen", field="align.rates.vision"):
         FAMILIES["m3diff"].complete_settings(settings)
+
+
+def test_an_alignment_cannot_train_an_llm_that_gets_adapters():
+    align = {"datasets": ["a"], "epochs": 1.0, "global_batch": 2, "rates": {"llm": 0.001}}
+    values = GOOD | {"rates": GOOD["rates"] | {"llm": 0.0001}, "align": align}
+    assert read(values | {"lora": {"rank": 0, "alpha": 256}}).align.rates["llm"] == 0.001
+    with pytest.raises(ValidationError) as refused:
+        read(values)
+    fault = Message("models.llm_trains_in_alignment", field="align.rates.llm", value=0.001)
+    assert fault.in_text(str(refused.value))
 
 
 def test_settings_are_equal_whether_or_not_they_name_frozen_parts():

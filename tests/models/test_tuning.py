@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from m3diff.models import FAMILIES
+from m3diff.models.foreign_code import CheckpointError
 from m3diff.models.fused import make_fused
 from m3diff.models.m3diff import LARGE_BASE
 from m3diff.models.settings import VDMConfig
@@ -116,6 +117,13 @@ def test_the_transposed_layers_that_peft_reports_in_a_configuration_can_be_loade
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}))
     assert read_adapter_config(file).fan_in_fan_out
+
+
+def test_a_configuration_of_adapters_without_fields_is_refused(tmp_path):
+    file = tmp_path / "adapter_config.json"
+    file.write_text("[]")
+    with raises(CheckpointError, "models.no_fields_of_adapters", path=file):
+        read_adapter_config(file)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

@@ -5,10 +5,20 @@ import time
 from ast import literal_eval
 
 import numpy as np
+import polars as pl
 import pytest
 
 from m3diff.datasets.minichange import CHANGE_TYPES, SAMPLERS, references, sample_types
-from m3diff.scoring.marks import PATTERNS, REPETITION, find_candidates, may_repeat, note_marks
+from m3diff.scoring.marks import (
+    DATA_MARKS,
+    PATTERNS,
+    REPETITION,
+    SUSPECT,
+    find_candidates,
+    find_mark,
+    may_repeat,
+    note_marks,
+)
 
 TEXTS = [
     "the lamp on the table is gone",
@@ -59,7 +69,7 @@ MARKS = {
 @pytest.mark.parametrize(("kind", "variant"), [(kind, variant) for kind in MARKS for variant in MARKS[kind]])
 def test_a_mark_in_every_caption_is_counted_and_one_caption_is_shown(kind: str, variant: str):
     marked = [variant.format(text) for text in TEXTS]
-    (note,) = [note for note in note_marks(marked) if note.startswith("6 of 6 captions ") and kind in note]
+    (note,) = [note for note in note_marks(marked) if note.startswith(f"6 of 6 captions contain {kind}, such as ")]
     shown = literal_eval(note.partition("such as ")[2].rpartition("; ")[0])
     assert shown in marked[0]
 
@@ -166,3 +176,28 @@ def test_every_caption_with_a_repetition_passes_the_quick_look(seed):
 
 def test_a_caption_without_a_repetition_is_not_searched():
     assert not may_repeat("the red cube that is behind the ball moved to the left of the cone")
+
+
+# Captions of datasets, with line ends and spaces as people paste them
+DATASET_CAPTIONS = {
+    "refusals": "As an AI  language\nmodel, I see no car",
+    "roles": "USER: what changed?  ASSISTANT: a car left",
+    "chat": "the lamp is gone. Let  me know if\nyou need more",
+    "tokens": "the lamp is gone </s>",
+    "literals": 'the {"caption": "the lamp is gone"',
+    "markup": "**The lamp** is gone",
+    "encoding": "voilÃ\xa0 the lamp",
+    "escapes": "the lamp\x1cis gone",
+}
+
+
+@pytest.mark.parametrize("kind", DATA_MARKS)
+def test_a_mark_in_a_dataset_s_caption_has_its_kind_however_it_is_spaced(kind: str):
+    caption = DATASET_CAPTIONS[kind]
+    assert find_mark(caption) == kind
+    assert pl.Series([caption]).str.contains(SUSPECT).all(), "the fast search passes it over"
+
+
+@pytest.mark.parametrize("caption", [*TEXTS, *ORDINARY, "a caf\u00e9\u00a0sign left", "the man\u2019s hat"])
+def test_an_ordinary_caption_of_a_dataset_has_no_mark(caption: str):
+    assert find_mark(caption) is None

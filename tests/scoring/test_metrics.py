@@ -25,6 +25,7 @@ from m3diff.scoring import bootstrap
 from m3diff.scoring.bootstrap import compare, intervals, score_of, statistics
 from m3diff.scoring.grammar import Grammar, parse_predictions
 from m3diff.scoring.metrics import (
+    HEADLINE_SCORES,
     METRICS,
     Metric,
     MetricScores,
@@ -35,6 +36,7 @@ from m3diff.scoring.metrics import (
     cider,
     divide_sums,
     gate_scores,
+    headline_scores_by_metric,
     mean_of,
     pixel_threshold,
     rouge_l,
@@ -325,6 +327,12 @@ def test_the_window_is_the_worst_one_of_a_sixteenth_of_the_frame(corner: tuple[i
     assert measure_differences(grey(np.full((4, 4), 100)), red)["mean"] == 10.0
 
 
+def test_a_frame_has_16_windows_a_side():
+    after = np.zeros((240, 240, 3), np.uint8)
+    after[:14, :14] = 45
+    assert measure_differences(np.zeros_like(after), after)["window"] == pytest.approx(45 * 14**2 / 15**2)
+
+
 def test_the_score_is_the_area_over_known_pairs_or_absent_with_the_reason(tmp_path: Path):
     def pair(name: str, types: list[str], brighter: int) -> Any:
         files = [tmp_path / f"{name}_{side}.png" for side in ("before", "after")]
@@ -546,3 +554,12 @@ def test_other_pairs_are_refused_and_a_model_without_the_score_is_not_compared()
     assert compare(first_table, table(other=[1.0] * 30), P, MEAN) is None
     assert score_of(first_table, "toy/none", MEAN) is None
     assert compare(table(score=[1.0] * 5), table(score=[0.0] * 5), P, MEAN) == (1.0, 0.0, None)
+
+
+def test_the_scores_that_runs_are_compared_by_stand_in_the_order_of_the_metrics():
+    scores = headline_scores_by_metric()
+    assert scores == HEADLINE_SCORES
+    metrics = [score.metric for score in scores.values()]
+    assert metrics == sorted(metrics, key=list(METRICS).index)
+    names = list(scores)
+    assert names.index("CIDEr") < names.index("CIDEr-char"), "a score on characters follows the score on words"

@@ -28,7 +28,18 @@ from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError, Fault
 from m3diff.scoring import run
-from m3diff.scoring.metrics import METRICS, Item, MetricScores, choose_metrics, java, meteor, paraphrases, parses, spice
+from m3diff.scoring.metrics import (
+    METRICS,
+    Item,
+    MetricScores,
+    Program,
+    choose_metrics,
+    java,
+    meteor,
+    paraphrases,
+    parses,
+    spice,
+)
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java, sanitise, tokenise
 from m3diff.scoring.pairs import ALL_PAIRS
 from m3diff.scoring.protocols import ProtocolPairs
@@ -188,6 +199,31 @@ def test_a_meteor_that_is_killed_dies_or_hangs_costs_only_its_own_score(
     assert scores.groups[ALL_PAIRS]["BLEU-4"] is not None
     if "sleep" in shell_line:
         assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+class UnstartedProgram(Program):
+    """A program that cannot be started, and counts how often it is closed."""
+
+    closed = 0
+
+    def start(self, items: Any) -> None:
+        raise ScorerFailed("scoring.program_timeout", limit=7)
+
+    def answers(self) -> dict[Item, Any]:
+        raise AssertionError("it was not started")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_program_that_cannot_be_started_costs_only_its_own_score():
+    program = UnstartedProgram()
+    metrics = choose_metrics(["CIDEr", "ROUGE-L"])
+    metrics["CIDEr"] = replace(metrics["CIDEr"], program=lambda spice_dir, limit_s: program)
+    scores = run.compute_metrics(metrics, [quick_protocol()], {}, None, 60)["toy/test"]
+    assert Message("scoring.program_timeout", limit=7) == scores.absent["CIDEr"]
+    assert scores.groups[ALL_PAIRS]["ROUGE-L"] is not None
+    assert program.closed == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the program runs to its end")
@@ -778,6 +814,50 @@ def test_a_spice_that_fails_costs_its_own_score_and_drops_what_it_kept(toy: Benc
     assert cache_file.exists() is (fault == "no tuple")
     toy.fails("")
     assert toy.score().groups[ALL_PAIRS]["SPICE"]
+
+
+def check_with_answer(value: float | None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> spice.SpiceCheck:
+    """Check SPICE with the jars of a folder, a new version of Java, and a program that gives this score."""
+
+    def answer(run_folder: Path, options: Any, items: list[Item], limit_s: float, cache: Path | None = None) -> list:
+        assert cache is None, "every part of the program runs"
+        return [value] * len(items)
+
+    monkeypatch.setattr(spice, "require_java", lambda: 17)
+    monkeypatch.setattr(spice, "run_program", answer)
+    return spice.check_spice(folder)
+
+
+@pytest.fixture
+def jars(tmp_path: Path) -> Path:
+    folder = tmp_path / "the jars"
+    folder.mkdir()
+    for name in JARS:
+        (folder / name).touch()
+    return folder
+
+
+def test_the_check_of_spice_says_that_it_works_and_what_it_scored(jars, monkeypatch):
+    check = check_with_answer(0.25, jars, monkeypatch)
+    assert check.works
+    assert [line.split() for line in check.lines] == [["works", "one", "pair", "scored", "0.250"]]
+
+
+def test_the_check_of_spice_fails_if_the_program_finds_nothing(jars, monkeypatch):
+    check = check_with_answer(None, jars, monkeypatch)
+    assert not check.works
+    assert Message("scoring.spice_found_nothing", value=spice.TRIAL[0]).in_text(check.lines[0])
+
+
+def test_the_check_of_spice_has_a_command_for_each_jar_that_is_missing(jars, monkeypatch):
+    missing = next(iter(spice.JARS))
+    (jars / missing).unlink()
+    check = check_with_answer(0.25, jars, monkeypatch)
+    assert not check.works
+    assert Message("scoring.spice_jars_missing", path=jars, names=[missing]).in_text(check.lines[0])
+    (command,) = [shlex.split(line) for line in check.lines if line.startswith("curl ")]
+    assert command[command.index("-o") + 1] == str(jars / missing)
+    assert command[-1] == f"{spice.MAVEN}/{spice.JARS[missing]}/{missing}"
 
 
 def test_a_cache_that_cannot_be_written_costs_no_score(toy):

@@ -17,6 +17,7 @@ from m3diff.scoring.protocols import (
     group_pairs,
     list_protocols,
     load_specs,
+    note_scripts,
     select_protocols,
 )
 from tests.errors import raises
@@ -246,3 +247,22 @@ def test_short_answers_are_in_no_group_by_length_and_do_not_count_as_a_script():
     assert protocol.groups["by_length/10-19"] == ["toy/4"]
     assert protocol.script_counts.texts == 2
     assert not protocol.counts_characters
+
+
+@pytest.mark.parametrize(
+    ("chinese", "english", "beginnings"),
+    [
+        (1, 0, ["toy/test: 1 of 1 reference has no spaces between words ("]),
+        (1, 9, ["toy/test: 1 of 10 references have no spaces between words ("]),
+        (2, 19, ["toy/test: 2 of 21 references have no spaces between words. This is less than 10%"]),
+        (0, 9, []),
+    ],
+    ids=["all", "a tenth", "fewer", "none"],
+)
+def test_references_without_spaces_are_counted_in_a_note(chinese, english, beginnings):
+    texts = ["新增了一栋"] * chinese + ["a house is new"] * english
+    pairs = [make_question(number, text, question=None) for number, text in enumerate(texts)]
+    protocol = ProtocolPairs("toy", Protocol("test", published_pairs=None), pairs)
+    notes = note_scripts(protocol)
+    assert len(notes) == len(beginnings)
+    assert all(note.startswith(beginning) for note, beginning in zip(notes, beginnings, strict=True)), notes

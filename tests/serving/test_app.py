@@ -17,6 +17,7 @@ import httpx
 import pytest
 from PIL import Image
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
@@ -25,11 +26,11 @@ from m3diff.serving import batcher, limits
 from m3diff.serving.batcher import OVERLAY_PX, RayDeployment
 from m3diff.serving.model_card import ModelCard, TrainingData
 from m3diff.serving.questions import NOTE, UNKNOWN_QUESTION_NOTE
-from m3diff.serving.refusals import RequestRefusedError
+from m3diff.serving.refusals import RequestRefusedError, respond
 from m3diff.serving.server import follow_alias
 from tests.serving import toy
 from tests.serving.toy import COMPUTE_S, Service, base64_of, chat, form, image_part, plain, png, source, toy_caption
-from tests.test_images import DAMAGES, damaged
+from tests.test_images import DAMAGES, PICTURE, damaged, tiff
 from tests.tiny import noise_image
 
 TOKEN = "0123456789abcdef0123"
@@ -166,6 +167,7 @@ def messages(*chat_messages: Any, **options: Any) -> dict[str, Any]:
 FORM = "multipart/form-data"
 BASE64 = base64_of(AFTER)
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
+LARGE_TILES = tiff(PICTURE.astype("uint8"), tile=[20_000])
 IMAGE, SECOND_IMAGE = chat(BEFORE, AFTER)["messages"][0]["content"]
 URL = IMAGE["image_url"]["url"]
 TEXT = {"type": "text", "text": "What?"}
@@ -177,6 +179,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "PostScript": (form(EPS, AFTER), "not_an_image", "is of no known image format"),
     "a bomb": (form(bomb(9000, 9000), AFTER), "too_many_pixels", "9000x9000 pixels, 81,000,000 padded to a square; at"),
     "a line": (form(png(Image.new("1", (1, 30_000))), AFTER), "too_many_pixels", "before: has 1x30000 pixels"),
+    "large tiles": (
+        form(tiff(PICTURE.astype("uint8"), tile=[20_000]), AFTER),
+        "too_many_pixels",
+        "before: has tiles of 400,000,000 pixels; at most",
+    ),
     "a bomb that Pillow refuses": (form(BEFORE, bomb(60000, 60000)), "not_an_image", "exceeds limit"),
     "too many values": (typed(b"[" + b"{}," * 9_999 + b"{}]"), "not_json", "at most 10,000 values"),
     "one image": ({"files": {"before": ("a.png", BEFORE)}}, "missing_field", "after: nothing"),
@@ -641,6 +648,23 @@ def test_the_largest_request_is_answered_however_short_the_queue_is(serve):
     assert service.post(CAPTION, **form(large_image(), BEFORE)).status_code == 200
 
 
+def test_a_request_that_takes_all_memory_is_accepted_and_a_byte_more_is_refused():
+    cfg = toy.PARAMS.serve.model_copy(update={"max_queue": limits.COPIES})
+    capacity = limits.Capacity(cfg, batcher.Metrics())
+
+    def upload(size: int) -> Any:
+        return SimpleNamespace(expected_bytes=size, max_bytes=1000)
+
+    async def reserve_twice() -> None:
+        with capacity.reserve(upload(1000)):
+            assert capacity.reserved_bytes == limits.COPIES * 1000
+            with pytest.raises(RequestRefusedError), capacity.reserve(upload(1)):
+                pass
+        assert capacity.reserved_bytes == 0
+
+    asyncio.run(reserve_twice())
+
+
 def test_an_answer_that_takes_too_long_is_cancelled(serve, monkeypatch):
     service = serve(answer_s=COMPUTE_S / 4, batch_pairs=1)
     captioned = []
@@ -811,6 +835,7 @@ def test_the_alias_is_followed_past_versions_that_cannot_be_loaded(tmp_path, ser
     for cause in ("model.safetensors: sha256 differs", "model.safetensors: cut off; fetch"):
         assert printed.err.count(f"keeps answering with m3diff/1; cannot load the next version: {cause}") == 1
     assert printed.out == "m3diff serve: now answers with m3diff/4\n"
+    assert service.models.metrics.poll_failures._value.get() >= 2
     assert {replica.removed for replica in service.replicas[:-1]} == {True}, "no damaged one is left in memory"
 
 
@@ -827,3 +852,16 @@ def test_the_alias_is_followed_past_versions_that_cannot_be_loaded(tmp_path, ser
 def test_an_error_of_the_openai_api_has_the_type_of_its_status(status, error_type):
     error = RequestRefusedError(status, "a_code", "what was found", "what is allowed", "what to do")
     assert json.loads(error.response(CHAT).body)["error"]["type"] == error_type
+
+
+def test_a_client_that_has_gone_is_no_error_of_the_server():
+    request = Request({"type": "http", "method": "POST", "path": CAPTION, "headers": []})
+    assert asyncio.run(respond(request, ClientDisconnect())).status_code == 499
+
+
+def test_the_metrics_name_the_version_that_answers_and_count_the_switches(tmp_path, serve):
+    service = serve()
+    service.run(service.models.switch(source(toy.write_toy(tmp_path / "other", "other"), 2)))
+    lines = service.get("/metrics").text.splitlines()
+    assert [line for line in lines if line.startswith("m3diff_model{")] == ['m3diff_model{version="m3diff/2"} 1.0']
+    assert "m3diff_model_switches_total 2.0" in lines

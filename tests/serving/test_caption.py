@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from m3diff.__main__ import DATA_REFUSED, USAGE, main
+from m3diff.datasets.files import Embedded
 from m3diff.images.open import load_image
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_sample_limits, read_trained_on
@@ -35,6 +38,7 @@ from m3diff.serving.questions import NOTE
 from m3diff.settings.section import ParamsError
 from tests.errors import Message, raises
 from tests.prepared_sets import SET_BYTES, PreparedSets
+from tests.serving.toy import png
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -284,6 +288,13 @@ NO_PAIR = [
     ),
     ("t.csv", None, "before,after\n", "serving.no_row", {"path": "{folder}/t.csv"}),
     (
+        "t.jsonl",
+        None,
+        '{"first": 1, "second": 2}\n',
+        "serving.no_image_columns",
+        {"path": "{folder}/t.jsonl", "columns": "['first', 'second']"},
+    ),
+    (
         "t.csv",
         None,
         "before,after\nx.png,http://[::1]/y.png\n",
@@ -295,11 +306,28 @@ NO_PAIR = [
 
 @pytest.mark.parametrize(("before", "after", "table", "code", "fields"), NO_PAIR)
 def test_paths_that_are_no_pair_are_refused(folder, before, after, table, code, fields):
-    (folder / "t.csv").write_text(table)
+    for name in ("t.csv", "t.jsonl"):
+        (folder / name).write_text(table)
     with raises(DataError, code) as refused:
         find_inputs(folder / before, after and folder / after)
     values = {name: str(refused.value.fields[name]) for name in fields}
     assert values == {name: value.format(folder=folder) for name, value in fields.items()}
+
+
+def test_a_table_without_rows_is_refused_if_its_columns_are_named(folder):
+    (folder / "t.csv").write_text("before,after\n")
+    with raises(DataError, "serving.no_row", path=folder / "t.csv"):
+        find_inputs(folder / "t.csv", None, columns={"before": "before", "after": "after"})
+
+
+def test_the_images_in_a_table_itself_are_pairs(tmp_path):
+    contents = [png(noise_image(number)) for number in range(2)]
+    row = {side: {"bytes": data, "path": None} for side, data in zip(("before", "after"), contents, strict=True)}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "t.parquet")
+    (pair,) = find_inputs(tmp_path / "t.parquet", None)
+    for image, data in zip(pair.images, contents, strict=True):
+        assert isinstance(image, Embedded)
+        assert image.read() == data
 
 
 def test_only_the_first_of_many_unmatched_names_are_listed(folder):

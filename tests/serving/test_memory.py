@@ -55,6 +55,12 @@ def test_nothing_is_done_on_a_system_without_the_call(monkeypatch):
     assert return_memory() is False
 
 
+def test_nothing_is_done_with_a_c_library_without_the_call(monkeypatch):
+    monkeypatch.setattr(memory.sys, "platform", "linux")
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: object())
+    assert return_memory() is False
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems return freed memory themselves")
 def test_freed_memory_is_returned_to_the_system():
     process = psutil.Process()

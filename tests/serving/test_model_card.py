@@ -133,6 +133,17 @@ def test_a_dataset_that_must_not_be_shown_has_no_example_pairs(tmp_path, monkeyp
     assert card_of(checkpoint).examples == ()
 
 
+def test_a_dataset_may_be_shown_if_its_licence_allows_it(monkeypatch):
+    assert model_card.may_be_shown("minichange")
+
+    def refuse(spec: Any, purpose: str) -> None:
+        assert purpose == "show"
+        raise DataError("datasets.licence_refuses_use")
+
+    monkeypatch.setattr(model_card, "check_licence", refuse)
+    assert not model_card.may_be_shown("minichange")
+
+
 def test_an_image_that_changed_since_the_training_is_not_shown(tmp_path):
     checkpoint = write_project(tmp_path)
     write_pair(tmp_path, 1, shade=99)
@@ -178,6 +189,31 @@ def test_a_checkpoint_that_is_not_the_recorded_one_has_no_record(tmp_path):
     card = card_of(checkpoint)
     assert card.trained_on == ()
     assert card.examples == ()
+
+
+def test_a_copy_of_a_checkpoint_beside_the_recorded_one_has_no_record(tmp_path):
+    checkpoint = write_project(tmp_path)
+    copy = shutil.copytree(checkpoint, tmp_path / "data/old/checkpoint")
+    assert card_of(copy).trained_on == ()
+
+
+def write_file_list(root: Path, checkpoint: Path) -> None:
+    """Write the list of a checkpoint's files to the cache of DVC."""
+    hash_ = dvc_hash(checkpoint)
+    files = [{"md5": dvc_hash(file), "relpath": file.name} for file in sorted(checkpoint.iterdir())]
+    cached = root / ".dvc/cache/files/md5" / hash_[:2] / hash_[2:]
+    cached.parent.mkdir(parents=True)
+    cached.write_text(json.dumps(files))
+
+
+def test_a_large_checkpoint_is_recognised_by_its_manifest_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_card, "MAX_HASHED_BYTES", 10)
+    checkpoint = write_project(tmp_path)
+    write_file_list(tmp_path, checkpoint)
+    (checkpoint / "model.safetensors").write_text("not read, because it is large")
+    assert card_of(checkpoint).trained_on[0].pairs == 2564
+    (checkpoint / "manifest.json").write_text('{"family": "m3diff", "files": {"a": "another"}}')
+    assert card_of(checkpoint).trained_on == ()
 
 
 def test_a_report_of_another_mixture_gives_no_counts(tmp_path):
@@ -233,6 +269,19 @@ def test_a_version_is_described_by_the_record_with_its_hashes(registered):
     assert len(card.examples) == 6
 
 
+def test_a_version_is_described_by_the_record_in_its_commit(registered, tmp_path, monkeypatch):
+    lock = Lock(tmp_path / "dvc.lock")
+    report = (tmp_path / MIXTURE / "report.json").read_bytes()
+    files = {("f" * 40, Path(MIXTURE) / "report.json"): report}
+    monkeypatch.setattr(model_card.git, "commit_at", {"0" * 40: "f" * 40}.get)
+    monkeypatch.setattr(model_card.git, "read_from_commit", lambda commit, path: files.get((commit, path)))
+    monkeypatch.setattr(model_card, "read_lock", {"f" * 40: lock}.get)
+    (tmp_path / "dvc.lock").unlink()
+    (tmp_path / MIXTURE / "report.json").unlink()
+    card = build_model_card(PARAMS, registered.source)
+    assert card.trained_on == (TrainingData(dataset="mini", is_drawn=True, pairs=2564),)
+
+
 @pytest.mark.parametrize("tag", ["dvc.data", "dvc.checkpoint"])
 def test_a_version_of_another_training_has_no_examples_from_the_checkout(tag, registered):
     registered.version.tags[tag] = "another"
@@ -275,6 +324,12 @@ def test_a_model_of_other_data_or_without_a_record_gets_no_note(tmp_path):
     assert note_on_training(PARAMS, source_of(write_project(tmp_path / "other", reader="spot_the_diff"))) is None
     (tmp_path / "alone").mkdir()
     assert note_on_training(PARAMS, source_of(tmp_path / "alone")) is None
+
+
+def test_a_checkpoint_that_changed_since_the_training_gets_no_note(tmp_path):
+    checkpoint = write_project(tmp_path)
+    (checkpoint / "model.safetensors").write_text("others")
+    assert note_on_training(PARAMS, source_of(checkpoint)) is None
 
 
 def test_the_note_about_a_version_needs_only_the_tags_in_its_store(registered, monkeypatch):

@@ -1,8 +1,13 @@
 """Test that Host and Origin show whether a request comes from the server's own page. tests/flows tests real servers."""
 
-import pytest
+import asyncio
+from typing import Any
 
-from m3diff.serving.same_origin import SAME_SERVER_NAMES, foreign_header
+import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from m3diff.serving.same_origin import SAME_SERVER_NAMES, Guard, GuardedProtocol, foreign_header
 
 # Host and Origin of requests from programs and from the server's own page
 ALLOWED_REQUESTS = {
@@ -91,3 +96,65 @@ def test_prefects_page_at_localhost_may_ask_its_api_at_the_address():
     assert foreign_header(headers("127.0.0.1:4200", "http://[::1]:4200"), SAME_SERVER_NAMES) is not None
     assert foreign_header(headers("127.0.0.1:4200", "http://localhost:4201"), SAME_SERVER_NAMES) is not None
     assert foreign_header(headers("127.0.0.1:4200", "chrome-extension://localhost:4200"), SAME_SERVER_NAMES) is not None
+
+
+class Application:
+    """An ASGI application that keeps the scopes of its requests and what is sent to the client."""
+
+    def __init__(self) -> None:
+        self.scopes: list[dict[str, Any]] = []
+        self.sent: list[Any] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scopes.append(scope)
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def ask_guard(self, scope: dict[str, Any]) -> None:
+        asyncio.run(Guard(self)(scope, None, self.send))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "scope",
+    [
+        {"type": "http", "headers": headers("127.0.0.1:4200", "http://localhost:4200")},
+        {"type": "websocket", "headers": headers("localhost:4200")},
+        {"type": "lifespan"},
+    ],
+    ids=["the page", "a program", "the start"],
+)
+def test_the_guard_passes_on_what_is_not_of_another_site(scope):
+    application = Application()
+    application.ask_guard(scope)
+    assert application.scopes == [scope]
+    assert application.sent == []
+
+
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+@pytest.mark.parametrize(("name", "value"), [("Host", "evil.example"), ("Origin", "https://evil.example")])
+def test_the_guard_refuses_a_request_of_another_site_and_names_the_header(kind, name, value):
+    application = Application()
+    origins = [value] if name == "Origin" else []
+    host = value if name == "Host" else "localhost:4200"
+    application.ask_guard({"type": kind, "headers": headers(host, *origins)})
+    assert application.scopes == []
+    start, *body = application.sent
+    assert start["status"] == 403
+    assert body[0]["body"].decode().startswith(f"{name}: '{value}'")
+
+
+def test_uvicorns_protocol_guards_the_application_of_every_connection_once():
+    application = Application()
+    config = Config(application, lifespan="off", log_config=None)
+    config.load()
+    loaded_app = config.loaded_app
+
+    async def connect() -> None:
+        for _ in range(2):
+            protocol = GuardedProtocol(config, ServerState(), {})
+            assert protocol.app is config.loaded_app
+
+    asyncio.run(connect())
+    assert isinstance(config.loaded_app, Guard)
+    assert config.loaded_app.app is loaded_app

@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +34,13 @@ from m3diff.cluster import NoRoomError
 from m3diff.models.device import process_environment
 from m3diff.models.generation import load_captioner
 from m3diff.records.errors import Fault
+from m3diff.serving import batcher, limits
+from m3diff.serving import server as server_module
 from m3diff.serving.batcher import deployer, replica_options
 from m3diff.serving.limits import COPIES
 from m3diff.serving.limits import UPLOAD_S as UPLOAD_LIMIT_S
-from m3diff.serving.server import run
+from m3diff.serving.model_card import ModelCard
+from m3diff.serving.server import listening_socket, run, serve, stop_on_signals, take_token, url_of
 from m3diff.settings.section import ParamsError
 from m3diff.stages.register.stage import MODEL_SIGNATURE, copy_code
 from tests.errors import Message, raises
@@ -190,6 +193,189 @@ def test_after_a_signal_requests_in_progress_are_answered_and_all_processes_end(
         assert "Traceback" not in server.output
 
 
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+
+
+@pytest.fixture
+def harmless_signals() -> Iterator[None]:
+    """Let signals that nobody waits for do nothing, so that they do not end the tests."""
+    handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+async def is_stopped_by(number: signal.Signals) -> bool:
+    stop_event = stop_on_signals()
+    os.kill(os.getpid(), number)
+    await asyncio.sleep(0.01)
+    return stop_event.is_set()
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=str)
+def test_each_signal_that_ends_a_process_stops_the_server(number, harmless_signals):
+    assert asyncio.run(is_stopped_by(number))
+
+
+def test_the_end_of_the_terminal_does_not_stop_a_server_under_nohup(harmless_signals):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert not asyncio.run(is_stopped_by(signal.SIGHUP))
+    assert asyncio.run(is_stopped_by(signal.SIGTERM))
+
+
+ANSWER_S = 0.3
+POST = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 4\r\n\r\n"
+
+
+async def answer_slowly(scope: dict[str, Any], receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+    """Read the body, wait, and answer with it, as an ASGI application."""
+    message = await receive()
+    await asyncio.sleep(ANSWER_S)
+    headers = [(b"content-length", str(len(message["body"])).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": message["body"]})
+
+
+@asynccontextmanager
+async def served(closed_models: list[str]) -> AsyncIterator[int]:
+    """Run a server in this process that answers slowly. Yield its port, and end it with a signal."""
+
+    async def close() -> None:
+        closed_models.append("closed")
+
+    with listening_socket("127.0.0.1", 0) as listener:
+        models: Any = SimpleNamespace(close=close)
+        running_server = asyncio.create_task(run(answer_slowly, listener, 10, models, asyncio.Event().wait))
+        yield int(url_of(listener).rpartition(":")[2])
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running_server, 4)
+
+
+async def exchange(port: int, request: bytes) -> bytes:
+    """Send bytes, and return what the server sends until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    received = await asyncio.wait_for(reader.read(), 4)
+    writer.close()
+    return received
+
+
+def test_a_connection_is_closed_if_no_whole_head_arrives_in_time(monkeypatch, harmless_signals):
+    """The answer to a head that arrived in time may take longer."""
+    monkeypatch.setattr(limits, "UPLOAD_S", 0.8 * ANSWER_S)
+
+    async def main() -> list[bytes]:
+        async with served([]) as port:
+            return await asyncio.gather(*(exchange(port, request) for request in (b"", POST[:20], POST + b"body")))
+
+    silent, cut, answer = asyncio.run(main())
+    assert silent == b""
+    assert cut == b""
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b"body")
+
+
+def test_after_a_signal_a_request_in_progress_is_answered_and_the_models_end(harmless_signals):
+    closed_models: list[str] = []
+
+    async def main() -> bytes:
+        async with served(closed_models) as port:
+            answer = asyncio.create_task(exchange(port, POST + b"last"))
+            await asyncio.sleep(ANSWER_S / 2)
+        return await answer
+
+    assert asyncio.run(main()).endswith(b"last")
+    assert closed_models == ["closed"]
+
+
+class FakeRegistry:
+    """A registry whose alias points to a version, and which counts how often a server looks for its version.
+
+    Attributes:
+        version: the version that the alias points to.
+        looks: number of times that the alias was looked up.
+        models: the models of the server, when it runs.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folders = {1: toy.write_toy(folder / "one", "one"), 2: toy.write_toy(folder / "two", "two")}
+        self.version = 1
+        self.looks = 0
+        self.models: Any = None
+        monkeypatch.delenv("M3DIFF_SERVE_TOKEN", raising=False)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(batcher, "load", toy.load_toy)
+        monkeypatch.setattr(batcher, "Replica", toy.Local)
+        monkeypatch.setattr(server_module, "POLL_S", 0.01)
+        monkeypatch.setattr(server_module, "find", self.find)
+        monkeypatch.setattr(server_module, "resolve_version", self.resolve_version)
+        monkeypatch.setattr(server_module, "build_model_card", self.describe)
+
+    def find(self, tracking_uri: str, model_name: str, model: str, base: Path, max_new_tokens: int) -> Any:
+        assert tracking_uri == PARAMS.register_.tracking_uri
+        assert model_name == PARAMS.register_.model_name
+        return toy.source(self.folders[self.version], self.version)
+
+    def resolve_version(self, tracking_uri: str, model_name: str, model: str) -> str:
+        self.looks += 1
+        assert tracking_uri == PARAMS.register_.tracking_uri
+        assert model == "champion"
+        return f"{model_name}/{self.version}"
+
+    def describe(self, params: Any, source: Any) -> ModelCard:
+        return ModelCard(source.name, notes=(f"a note on {source.name}",))
+
+    async def until_version(self, number: int) -> None:
+        async with asyncio.timeout(4):
+            while self.models.current is None or self.models.current.facts.name != f"m3diff/{number}":
+                await asyncio.sleep(0.002)
+        await asyncio.sleep(0.03)
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRegistry:
+    return FakeRegistry(tmp_path, monkeypatch)
+
+
+def serve_meanwhile(model: str, registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch, *versions: int) -> str:
+    """Serve a model while its alias moves to these versions, and return the server's URL."""
+    urls = []
+
+    async def keep_until_last(_: Any, listener: Any, answer_s: float, models: Any, keep_model_current: Any) -> None:
+        urls.append(url_of(listener))
+        registry.models = models
+        keeping = asyncio.create_task(keep_model_current())
+        for registry.version in versions:
+            await registry.until_version(registry.version)
+        assert not keeping.done()
+        keeping.cancel()
+        deployment = models.current.deployment
+        await models.close()
+        assert deployment.removed
+
+    monkeypatch.setattr(server_module, "run", keep_until_last)
+    serve(PARAMS, model, Path("base"), "127.0.0.1", 0)
+    return urls[0]
+
+
+def test_a_server_of_an_alias_answers_with_each_version_that_it_points_to(registry, monkeypatch, capsys):
+    url = serve_meanwhile("champion", registry, monkeypatch, 1, 2)
+    assert capsys.readouterr().out.splitlines() == [
+        f"m3diff serve: {url} answers with m3diff/1",
+        "m3diff serve: a note on m3diff/1",
+        "m3diff serve: now answers with m3diff/2",
+        "m3diff serve: a note on m3diff/2",
+    ]
+    assert registry.models.current is None
+
+
+@pytest.mark.parametrize("model", ["1", "."], ids=["a version", "a folder"])
+def test_a_server_of_one_version_looks_for_no_other(model, registry, monkeypatch, capsys):
+    serve_meanwhile(model, registry, monkeypatch, 1)
+    assert " answers with m3diff/1" in capsys.readouterr().out
+    assert registry.looks == 0
+
+
 PRINT_LINES = """
 import sys
 from m3diff.serving.server import print_line
@@ -272,6 +458,39 @@ def test_a_server_that_cannot_start_prints_the_reason_in_one_line(name, tmp_path
     assert words.in_text(printed) if isinstance(words, Message) else words in printed
 
 
+def test_a_token_is_taken_out_of_the_environment_which_replicas_inherit(monkeypatch):
+    monkeypatch.setenv("M3DIFF_SERVE_TOKEN", TOKEN)
+    assert take_token("0.0.0.0") == TOKEN
+    assert "M3DIFF_SERVE_TOKEN" not in os.environ
+
+
+def test_a_server_of_this_machine_alone_needs_no_token(monkeypatch):
+    monkeypatch.delenv("M3DIFF_SERVE_TOKEN", raising=False)
+    assert take_token("127.0.0.1") is None
+    with raises(ParamsError, "serving.no_token", host="0.0.0.0", variable="M3DIFF_SERVE_TOKEN"):
+        take_token("0.0.0.0")
+
+
+def test_a_token_has_16_characters_or_more(monkeypatch):
+    monkeypatch.setenv("M3DIFF_SERVE_TOKEN", TOKEN[:16])
+    assert take_token("127.0.0.1") == TOKEN[:16]
+    monkeypatch.setenv("M3DIFF_SERVE_TOKEN", TOKEN[:15])
+    with raises(ParamsError, "serving.short_token", variable="M3DIFF_SERVE_TOKEN", value=15, limit=16):
+        take_token("127.0.0.1")
+
+
+def test_a_used_port_is_refused_and_the_next_one_is_suggested():
+    with listening_socket("127.0.0.1", 0) as used_socket:
+        port = used_socket.getsockname()[1]
+        with raises(ParamsError, "serving.address_not_free", host="127.0.0.1", port=port, expected=port % 65535 + 1):
+            listening_socket("127.0.0.1", port)
+
+
+def test_the_url_of_an_ipv6_address_has_brackets():
+    listener: Any = SimpleNamespace(getsockname=lambda: ("::1", 8000, 0, 0))
+    assert url_of(listener) == "http://[::1]:8000"
+
+
 def test_several_replicas_without_a_cluster_are_refused(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cfg = PARAMS.serve.model_copy(update={"replicas": 2})
@@ -303,6 +522,45 @@ def test_replicas_start_if_the_cluster_has_what_they_need(gpu, gpus_in_cluster, 
         deploy(toy.source(Path("checkpoint")))
     (options,) = deployments
     assert options["ray_actor_options"]["num_gpus"] == (0.5 if gpu else 0)
+
+
+def test_replicas_have_the_number_and_the_limits_of_the_settings(fake_cluster):
+    deployments = fake_cluster(0)
+    cfg = PARAMS.serve.model_copy(update={"replicas": 3, "max_queue": 17, "answer_s": 9.5})
+    with deployer(cfg, PARAMS.compute) as deploy:
+        deploy(toy.source(Path("checkpoint")))
+    (options,) = deployments
+    assert options["num_replicas"] == 3
+    assert options["max_ongoing_requests"] == 17
+    assert options["graceful_shutdown_timeout_s"] == 9.5
+
+
+def test_a_model_that_does_not_start_on_a_cluster_is_deleted_there(fake_cluster, monkeypatch):
+    names: dict[str, list[str]] = {"run": [], "delete": []}
+
+    def fail(application: Any, name: str, route_prefix: None) -> None:
+        names["run"].append(name)
+        raise RuntimeError("no node has room")
+
+    fake_cluster(0)
+    monkeypatch.setattr("ray.serve.run", fail)
+    monkeypatch.setattr("ray.serve.delete", names["delete"].append)
+    started = deployer(PARAMS.serve, PARAMS.compute)
+    with started as deploy, pytest.raises(RuntimeError, match="no node has room"):
+        deploy(toy.source(Path("checkpoint")))
+    assert names["delete"] == names["run"] != []
+
+
+def test_a_model_on_a_cluster_is_deleted_when_it_is_removed(fake_cluster, monkeypatch):
+    deleted_names: list[str] = []
+    fake_cluster(0)
+    monkeypatch.setattr("ray.serve.delete", deleted_names.append)
+    with deployer(PARAMS.serve, PARAMS.compute) as deploy:
+        deployment: Any = deploy(toy.source(Path("checkpoint")))
+        other_deployment: Any = deploy(toy.source(Path("checkpoint")))
+        asyncio.run(deployment.remove())
+    assert deleted_names == [deployment.name]
+    assert deployment.name != other_deployment.name
 
 
 def test_a_cluster_without_the_required_gpu_is_refused(fake_cluster):

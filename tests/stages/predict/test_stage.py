@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from m3diff.images.open import load_image
-from m3diff.models import generation
+from m3diff.models import FAMILIES, generation
 from m3diff.models.device import Device
 from m3diff.models.foreign_code import CheckpointError
 from m3diff.models.generation import Captioner, load_base_captioner, load_captioner
@@ -23,6 +23,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.sample import ImageRef, Turn
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.report.images import read_saliency
+from m3diff.stages.predict import stage
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import (
     Journal,
@@ -265,6 +266,13 @@ def test_the_controls_are_the_same_each_time():
     assert sample_control_pairs(make_pairs(1000), 100) == sample_control_pairs(make_pairs(1000), 100)
 
 
+def test_the_controls_are_those_of_earlier_releases():
+    """The gate compares the controls of a version with those of the champion."""
+    shuffled_pairs, _ = sample_control_pairs(make_pairs(1000))
+    assert len(shuffled_pairs) == 600
+    assert [pair.id for pair in shuffled_pairs[:6]] == ["2", "5", "8", "12", "13", "15"]
+
+
 @pytest.mark.fault("04")
 @pytest.mark.parametrize(("done", "torn"), [(0, 0), (8, 0), (3, 5)])
 def test_a_killed_run_captions_each_batch_once(done, torn, mixture, model, written, counted, tmp_path, capsys):
@@ -322,6 +330,13 @@ def test_other_weights_are_another_run(copied, key):
     manifest["files"]["model.safetensors"] = "another"
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert run_key(settings(), mixture, checkpoint) != key
+
+
+def test_the_code_of_the_checkpoint_s_family_and_of_no_other_makes_a_run(copied, monkeypatch):
+    modules_of_keys = []
+    monkeypatch.setattr(stage, "compute_key", lambda inputs, file, modules: modules_of_keys.append(modules))
+    run_key(settings(), *copied)
+    assert modules_of_keys == [[FAMILIES.modules["m3diff"]]]
 
 
 def test_other_code_is_another_run(copied, key, monkeypatch):

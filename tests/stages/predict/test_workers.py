@@ -225,6 +225,15 @@ def test_a_worker_loads_the_model_and_captions_its_batches_in_order(checkpoint, 
     assert [len(predictions) for _, predictions in worker_predictions] == [1, 1]
 
 
+def test_a_worker_computes_with_as_many_threads_as_it_has_cpus(checkpoint, mixture, monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(stage, "load_model", lambda job: None)
+    monkeypatch.setattr(stage, "caption_in_order", lambda model, batches, count: iter(threads + [count]))
+    worker = stage.CaptionWorker(job(checkpoint, cpus_per_worker=3))
+    assert list(worker.caption(in_batches(mixture))) == [3, 3]
+
+
 @pytest.mark.slow(85)
 def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
     broken = write_test_split(tmp_path / "mixture")
@@ -341,6 +350,21 @@ def test_ray_is_used_for_workers_with_gpus_alone(workers, gpu, checkpoint, mixtu
     monkeypatch.setattr(stage, "load_model", lambda job: None)
     monkeypatch.setattr(stage, "caption_in_order", lambda *_: "in this process")
     assert caption_batches(job(checkpoint, workers=workers, gpu=gpu), in_batches(mixture)) == "in this process"
+
+
+def test_workers_with_gpus_caption_the_batches(checkpoint, mixture, fake_ray):
+    predictions = list(caption_batches(job(checkpoint, workers=2, gpu=True, cpus_per_worker=3), in_batches(mixture)))
+    assert sorted(number for number, _ in predictions) == list(range(10, 15))
+    assert len(fake_ray.dealt) == 2
+
+
+def test_the_line_about_a_dead_worker_counts_the_batches_left_and_the_failures(checkpoint, mixture, fake_ray, capsys):
+    fake_ray.dies = True
+    list(caption_on_ray(job(checkpoint, workers=1, cpus_per_worker=3, max_failures=4), in_batches(mixture)[:3]))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "a worker died" in line]
+    assert len(lines) == 2
+    assert " 2 batches (failure 1 of 4 " in lines[0]
+    assert " 1 batch (failure 2 of 4 " in lines[1]
 
 
 def test_an_error_of_a_worker_is_raised_as_it_is(checkpoint, mixture, fake_ray, monkeypatch):

@@ -4,6 +4,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -33,6 +34,7 @@ from m3diff.stages.pretrain.bases import (
     DESCRIBE_ONE_IMAGE,
     DESCRIBE_TWO_IMAGES,
     QUESTIONS,
+    SPECIAL_TOKENS,
     Blip2Base,
     copy_vision_encoder,
     create_architecture,
@@ -40,8 +42,15 @@ from m3diff.stages.pretrain.bases import (
 )
 from m3diff.stages.pretrain.params import TASKS, Blip2, Pretrain
 from m3diff.stages.pretrain.stage import (
+    CLASS_COUNTS,
     MARK_CLASS,
+    NOT_APPLICABLE,
+    POINTS_PER_PATCH_SIDE,
     SIZES,
+    PretrainOptimizer,
+    PretrainTask,
+    SceneBank,
+    Segmentation,
     classify_points,
     learning_rate_factor,
     make_curriculum,
@@ -58,10 +67,14 @@ STEPS = {"segmentation_steps": 0, "steps": 24, "first_task_steps": 6}
 CFG = Pretrain(**SMALL_SIZES, **DATA, **RATES, **STEPS, threads=1)
 
 
+@pytest.fixture(scope="module")
+def embedded_tokenizer() -> Any:
+    return FAMILIES["m3diff"].load_processor(BASE).tokenizer
+
+
 @pytest.fixture(autouse=True)
-def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def tokenizer(embedded_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the tokenizer of the embedded base, because training a tokenizer takes seconds and has a test of its own."""
-    embedded_tokenizer = FAMILIES["m3diff"].load_processor(BASE).tokenizer
     monkeypatch.setattr(stage, "train_tokenizer", lambda seed, levels: embedded_tokenizer if seed == CFG.seed else None)
     monkeypatch.setattr(stage, "LOG_EVERY_STEPS", 6)
 
@@ -133,6 +146,59 @@ def test_the_embedded_base_was_made_by_the_recipe_of_params_yaml():
 def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path):
     train_tokenizer(2417, ("grid", "free")).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (BASE / "tokenizer.json").read_bytes()
+
+
+class FakeSampler:
+    """A sampler of a level whose scenes are drawn in no time, and which counts them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scenes = 0
+
+    def sample_scene(self, rng: np.random.Generator) -> str:
+        self.scenes += 1
+        return self.name
+
+    def sample_pair(self, rng: np.random.Generator, types: tuple[str, ...]) -> SimpleNamespace:
+        return SimpleNamespace(changes=types)
+
+
+def fake_references(changes: tuple[str, ...], count: int) -> list[str]:
+    return [f"what {' '.join(changes) or 'nothing'} {number}" for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def small_tokenizer() -> Any:
+    """Train a tokenizer on sentences that are made in no time."""
+    samplers = {name: FakeSampler(name) for name in ("grid", "free")}
+    tasks = [
+        PretrainTask("image", 1, lambda rng, scenes: (f"which level of {len(scenes)}", " ".join(scenes))),
+        PretrainTask("two images", 2, lambda rng, scenes: (f"which levels of {len(scenes)}", " ".join(scenes))),
+    ]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(stage, "SAMPLERS", samplers)
+        monkeypatch.setattr(stage, "make_curriculum", lambda levels: tasks)
+        monkeypatch.setattr(stage, "references", fake_references)
+        tokenizer = train_tokenizer(3, ("grid", "free"))
+    assert samplers["grid"].scenes == samplers["free"].scenes, "the levels take turns"
+    return tokenizer
+
+
+WORDS = ["system", " user", " assistant", "which", " levels", " grid", " free", "what", " color", " nothing"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_frequent_word_of_questions_answers_and_captions_is_a_token(word, small_tokenizer):
+    assert len(small_tokenizer.encode(word)) == 1
+
+
+def test_a_tokenizer_encodes_any_text_and_its_special_tokens(small_tokenizer):
+    text = "größer 🙂\n\t<a>"
+    assert small_tokenizer.decode(small_tokenizer.encode(text)) == text
+    for token in SPECIAL_TOKENS:
+        assert small_tokenizer.encode(f"a{token}a")[1:-1] == [small_tokenizer.convert_tokens_to_ids(token)]
+        assert token in small_tokenizer.all_special_tokens
+    assert small_tokenizer.eos_token == "<|im_end|>"
 
 
 def test_the_learning_rate_rises_stays_for_half_the_run_and_falls_to_a_hundredth():
@@ -393,3 +459,126 @@ def test_the_classes_lie_where_the_picture_shows_the_objects(level):
     kinds = classify_points(scene, 128, 128)[..., 0]
     is_object = (kinds > 0) & (kinds < MARK_CLASS)
     assert differences[is_object].mean() > 6 * differences[~is_object].mean()
+
+
+PATCHES_PER_SIDE = 4
+POINTS_PER_SIDE = PATCHES_PER_SIDE * POINTS_PER_PATCH_SIDE
+
+
+def classes_in_pictures(pictures: list[list[Scene]]) -> np.ndarray:
+    """Return the classes of pictures, whose scenes are stacked from top to bottom, [pictures, rows, columns, 4]."""
+    stacked = []
+    for scenes_of_picture in pictures:
+        rows = POINTS_PER_SIDE // len(scenes_of_picture)
+        stacked.append(np.concatenate([classify_points(scene, rows, POINTS_PER_SIDE) for scene in scenes_of_picture]))
+    return np.stack(stacked)
+
+
+def head_that_knows(classes: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return patch features, and the weight of a head that predicts these classes from them."""
+    pictures = len(classes)
+    patches = pictures * PATCHES_PER_SIDE**2
+    weight = torch.zeros(POINTS_PER_PATCH_SIDE, POINTS_PER_PATCH_SIDE, sum(CLASS_COUNTS), patches)
+    first_class = np.cumsum([0, *CLASS_COUNTS])
+    for picture, row, column, number in np.argwhere(classes != NOT_APPLICABLE):
+        patch_row, point_row = divmod(row, POINTS_PER_PATCH_SIDE)
+        patch_column, point_column = divmod(column, POINTS_PER_PATCH_SIDE)
+        patch = (picture * PATCHES_PER_SIDE + patch_row) * PATCHES_PER_SIDE + patch_column
+        weight[point_row, point_column, first_class[number] + classes[picture, row, column, number], patch] = 40
+    return torch.eye(patches).view(pictures, PATCHES_PER_SIDE**2, patches), weight.flatten(0, 2)
+
+
+@pytest.mark.parametrize("images_per_picture", [1, 2])
+def test_an_encoder_that_knows_the_classes_of_all_points_has_no_loss(images_per_picture):
+    sample_scenes = scenes(4, seed=5)
+    pictures = [sample_scenes[n : n + images_per_picture] for n in range(0, 4, images_per_picture)]
+    features, weight = head_that_knows(classes_in_pictures(pictures))
+    segmentation = Segmentation(torch.nn.Identity(), width=len(weight[0])).requires_grad_(False)
+    segmentation.head.load_state_dict({"weight": weight, "bias": torch.zeros(len(weight))})
+    loss, accuracy = segmentation.loss_and_accuracy(features, sample_scenes, images_per_picture)
+    assert accuracy == 1
+    assert float(loss) == pytest.approx(0, abs=1e-6)
+    other_loss, other_accuracy = segmentation.loss_and_accuracy(features, sample_scenes[::-1], images_per_picture)
+    assert other_accuracy < 1
+    assert float(other_loss) > 1
+
+
+def test_the_loss_of_segmentation_is_the_sum_over_kind_color_size_and_state():
+    segmentation = Segmentation(torch.nn.Identity(), width=3).requires_grad_(False)
+    torch.nn.init.zeros_(segmentation.head.weight)
+    torch.nn.init.zeros_(segmentation.head.bias)
+    loss, accuracy = segmentation.loss_and_accuracy(torch.zeros(2, PATCHES_PER_SIDE**2, 3), scenes(2, seed=5), 1)
+    assert float(loss) == pytest.approx(sum(np.log(CLASS_COUNTS)), rel=1e-5)
+    assert accuracy == 0, "where nothing is, nothing is counted"
+
+
+class Letters:
+    """An architecture whose tokens are letters, and which predicts the letters of `prediction`."""
+
+    def __init__(self, prediction: str) -> None:
+        self.prediction = prediction
+        self.processor = self
+        self.pad_id = ord("_")
+
+    def encode_prompt(self, question: str, image_count: int) -> tuple[int, ...]:
+        return tuple(map(ord, "i" * image_count + question))
+
+    def encode_answer(self, answer: str) -> list[int]:
+        return [*map(ord, answer), ord(".")]
+
+    def compute_logits(self, model: Any, images: Any, images_per_sample: int, ids: Any, is_supervised: Any) -> Any:
+        assert images.tolist() == [[3.0], [5.0], [4.0], [6.0]]
+        logits = torch.zeros(int(is_supervised.sum()), 128)
+        logits[range(len(logits)), list(map(ord, self.prediction))] = 30
+        return logits
+
+
+BANK = SceneBank(np.arange(8.0)[:, None], scenes(8, seed=1), ("grid",), held_out=2)
+
+
+def ask_about_scenes(rng: np.random.Generator, sample_scenes: list[Scene]) -> tuple[str, str]:
+    numbers = [str(BANK.scenes.index(scene)) for scene in sample_scenes]
+    return f"{len(numbers)}?", "".join(numbers)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "are_right", "loss"),
+    [("35.46.", [True, True], 0), ("35.47.", [True, False], 30 / 6), ("35446.", [False, True], 30 / 6)],
+    ids=["both", "the first", "the second"],
+)
+def test_a_sample_is_right_if_every_token_of_its_answer_is(prediction, are_right, loss):
+    architecture: Any = Letters(prediction)
+    task = PretrainTask("two images", 2, ask_about_scenes)
+    indices = np.array([3, 5, 4, 6])
+    rng = np.random.default_rng(0)
+    actual_loss, is_right = stage._loss_and_correctness(architecture, None, BANK, indices, task, rng)
+    assert is_right.tolist() == are_right
+    assert float(actual_loss) == pytest.approx(loss, abs=1e-3)
+
+
+def test_samples_are_padded_on_the_right_and_answers_alone_are_supervised():
+    architecture: Any = Letters("")
+    ids, is_supervised = stage._encode_samples(architecture, [("ab?", "c"), ("d?", "efgh")], 1)
+    assert ["".join(map(chr, row)) for row in ids.tolist()] == ["iab?c.__", "id?efgh."]
+    next_ids = ids.roll(-1, dims=1)
+    answers = ["".join(map(chr, row[mask].tolist())) for row, mask in zip(next_ids, is_supervised, strict=True)]
+    assert answers == ["c.", "efgh."]
+
+
+def test_training_scenes_are_of_one_level_a_step_and_held_out_ones_are_not_among_them():
+    bank = SceneBank(np.zeros(0), scenes(20, seed=1), ("grid", "free"), held_out=6)
+    rng = np.random.default_rng(0)
+    even, odd = (bank.sample_training_scenes(rng, turn, 7) for turn in (2, 5))
+    assert sorted(even) == list(range(0, 14, 2))
+    assert sorted(odd) == list(range(1, 14, 2))
+    assert list(bank.held_out_scenes("grid")) == [14, 16, 18]
+    assert list(bank.held_out_scenes("free")) == [15, 17, 19]
+
+
+def test_a_large_gradient_is_scaled_to_a_norm_of_one():
+    model = torch.nn.Linear(3, 2)
+    optimizer = PretrainOptimizer(model, CFG, 10)
+    loss = 1000 * model(torch.ones(1, 3)).sum()
+    assert optimizer.take_step(loss) == float(loss.detach())
+    squares = [parameter.grad.square().sum() for parameter in model.parameters()]
+    assert float(sum(squares)) == pytest.approx(1, abs=1e-3)
