@@ -712,3 +712,10 @@ def test_a_key_that_dvc_needs_must_be_in_the_file_beside_dvc_yaml(key, write):
     assert load_params(path)
     (path.parent / "dvc.yaml").write_text((REPOSITORY / "dvc.yaml").read_text())
     assert faults_of(path) == [Fault("settings.no_key_for_dvc", key=key)]
+
+
+@pytest.mark.parametrize("section", ["convert", "train", "pretrain"])
+def test_zero_is_a_seed(section):
+    settings = getattr(load_params(REPOSITORY / "params.yaml"), section)
+    values = settings.model_dump() | {"seed": 0}
+    assert type(settings).model_validate(values).seed == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.records.copies import copy_folder
-from m3diff.records.files import StageReport, sha256_of_folder
+from m3diff.records.files import StageReport, sha256_of_folder, write_atomic
 
 
 @pytest.fixture
@@ -28,6 +28,21 @@ def test_the_digest_of_a_folder_is_that_of_its_files_in_the_order_of_their_paths
 def test_the_digest_of_a_folder_does_not_depend_on_where_it_is(folder, tmp_path):
     digest = sha256_of_folder(folder)
     assert sha256_of_folder(folder.rename(tmp_path / "moved")) == digest
+
+
+def test_the_whole_content_is_on_disk_before_the_file_gets_its_name(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    contents: list[bytes] = []
+
+    def record_content(handle: int) -> None:
+        assert not file.exists()
+        (temporary,) = tmp_path.iterdir()
+        contents.append(temporary.read_bytes())
+
+    monkeypatch.setattr("os.fsync", record_content)
+    write_atomic(file, "{}")
+    assert contents == [b"{}"]
+    assert file.read_bytes() == b"{}"
 
 
 def test_a_report_is_readable_text_and_is_returned_as_it_was_written(tmp_path):

@@ -63,6 +63,14 @@ def test_a_part_of_the_alignment_that_fine_tuning_does_not_name_is_refused():
         FAMILIES["m3diff"].complete_settings(settings)
 
 
+def test_a_rate_of_an_alignment_that_is_not_positive_is_refused_by_its_name():
+    align = {"datasets": ["a"], "epochs": 1.0, "global_batch": 2, "rates": {"projector": 0.0}}
+    with pytest.raises(ValidationError) as refused:
+        read(GOOD | {"align": align})
+    fault = Message("models.rate_not_positive", field="align.rates.projector", value=0.0)
+    assert fault.in_text(str(refused.value))
+
+
 def test_an_alignment_cannot_train_an_llm_that_gets_adapters():
     align = {"datasets": ["a"], "epochs": 1.0, "global_batch": 2, "rates": {"llm": 0.001}}
     values = GOOD | {"rates": GOOD["rates"] | {"llm": 0.0001}, "align": align}

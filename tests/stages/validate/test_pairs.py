@@ -155,6 +155,7 @@ FINDINGS: dict[str, tuple[Callable[[int, Image.Image], Image.Image], list[tuple[
     "grey": (lambda n, i: paint_box(n, i).convert("L") if n < 3 else paint_box(n, i), [("sides_differ", 3)]),
     "another band of transparency": (lambda n, i: paint_box(n, i).convert("RGBA"), []),
     "one picture in colour": (lambda n, i: draw_logo() if n < 5 else paint_box(n, i), [("placeholders", 5)]),
+    "a picture in colour after few images": (lambda n, i: draw_logo() if n < 4 else paint_box(n, i), []),
     "a speck": (lambda n, i: shift_region(80, 60, 1, 1, 15)(i) if n < 3 else paint_box(n, i), [("hidden_changes", 3)]),
 }
 
@@ -186,7 +187,11 @@ def test_one_before_image_in_train_and_test_is_counted(tmp_path, quick):
     root = write_pairs(tmp_path / "own", paint_box)
     for number in (1, 2, 5):
         (root / f"{number}.png").write_bytes((root / "0.png").read_bytes())
-    assert judge_folder(root)[0] == [("before_in_several_splits", 1)]
+    run_ingest(root, "pairs", "own")
+    (finding,) = run_validate(root.parent).findings
+    assert finding.kind == "before_in_several_splits"
+    assert finding.count == 1
+    assert "1 image is in both train (3 pairs) and test (1 pair)" in finding.sentence
 
 
 def test_comparisons_are_cached_by_content_and_a_broken_cache_changes_nothing(tmp_path, quick, monkeypatch):
