@@ -132,6 +132,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "manifest cut off": (rewritten(MANIFEST, lambda d: d[: len(d) // 2]), "models.not_json", MANIFEST),
     "manifest empty": (rewritten(MANIFEST, lambda _: b"[]"), "models.manifest_without_files", MANIFEST),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "models.missing_file", WEIGHTS),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "models.missing_file", "tokenizer.json"),
+    "tokenizer cut off": (rewritten("tokenizer.json", lambda d: d[:-9]), "models.not_json", "tokenizer.json"),
     "a bit": (rewritten(WEIGHTS, lambda d: d[:-1] + bytes([d[-1] ^ 1])), "models.other_digest", WEIGHTS),
     "family": (
         rewritten(MANIFEST, lambda d: d.replace(b'"m3diff"', b'"m4diff"')),
