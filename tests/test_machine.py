@@ -35,7 +35,7 @@ def write_machine(root: Path, groups: str, mounts: list[str], files: dict[str, s
 @pytest.fixture
 def large_machine(monkeypatch):
     """Simulate a machine with 64 CPUs and 256 GiB."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(64)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(1 if process else 64)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 96)
     monkeypatch.setattr(machine, "_physical_memory", lambda: 256 * GIB)
 

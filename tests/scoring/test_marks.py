@@ -198,6 +198,12 @@ def test_a_mark_in_a_dataset_s_caption_has_its_kind_however_it_is_spaced(kind: s
     assert pl.Series([caption]).str.contains(SUSPECT).all(), "the fast search passes it over"
 
 
+def test_in_a_dataset_a_heading_of_changes_is_ordinary_and_one_of_an_output_is_not():
+    assert find_mark("Changes: the lamp is gone") is None
+    assert find_mark("Output: the lamp is gone") == "chat"
+    assert find_mark("Caption: the lamp is gone") == "chat"
+
+
 @pytest.mark.parametrize("caption", [*TEXTS, *ORDINARY, "a caf\u00e9\u00a0sign left", "the man\u2019s hat"])
 def test_an_ordinary_caption_of_a_dataset_has_no_mark(caption: str):
     assert find_mark(caption) is None

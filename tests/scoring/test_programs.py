@@ -697,6 +697,21 @@ def test_java_gets_its_modules_and_the_users_options(toy: Bench):
     assert "--add-opens=java.base/java.lang=ALL-UNNAMED" in options
 
 
+@pytest.mark.parametrize(
+    "content", [b"classes" + b"\0" * 9 + b"directorz", b"classes" + b"\0" * 10 + b"directory"], ids=["end", "size"]
+)
+def test_parses_of_another_parser_are_in_another_file(content, tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    jar = tmp_path / "parser.jar"
+    jar.write_bytes(b"classes" + b"\0" * 9 + b"directory")
+    cache_file = parses.find_cache_file([jar], 17)
+    assert cache_file is not None
+    assert parses.find_cache_file([jar], 17) == cache_file
+    assert parses.find_cache_file([jar], 21) != cache_file
+    jar.write_bytes(content)
+    assert parses.find_cache_file([jar], 17) != cache_file
+
+
 def test_a_machine_without_lmdb_parses_every_time(toy: Bench):
     first_scores = toy.score()
     toy.monkeypatch.setattr("platform.machine", lambda: "aarch64")
