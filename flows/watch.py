@@ -47,8 +47,8 @@ SETTLED_S = 60.0  # a drop folder must be unchanged for this long, because someb
 def watch() -> State:
     """Check all sources once, and start retrain if there are new data.
 
-    If a source cannot be updated, the flow fails after the other sources have been updated. If a setting is invalid,
-    or the code belongs to another checkout, the flow is refused like a run.
+    If a source cannot be updated, the flow fails after the other sources have been updated. If a setting is invalid or
+    the code belongs to another checkout, nothing is checked, and the flow is refused like a run.
     """
     prepare()
     log = get_run_logger()
@@ -56,8 +56,11 @@ def watch() -> State:
     watch_state = read_json(STATE_FILE) or {}
     try:
         require_own_code()
+    except DataError as error:
+        return refuse_run(error)
+    try:
         failures = update_changed_sources(watch_state, log.info)
-    except (ParamsError, DataError) as error:
+    except ParamsError as error:
         return refuse_run(error)
     data_commit = find_data_commit()
     reason = ""

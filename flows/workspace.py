@@ -302,7 +302,8 @@ def share_with_checkout(checkout: Path, params: Params) -> tuple[str, ...]:
 def remove_worktree(root: Path) -> None:
     """Remove a worktree, but not the targets of its links."""
     shutil.rmtree(root, ignore_errors=True)
-    # A killed `git worktree add` leaves its worktree locked, and git prunes no locked one. It fails for one that is not
+    # Git locks a worktree while it adds it. If git is killed meanwhile, the lock stays, and `prune` keeps the worktree.
+    # Usually there is no lock. `unlock` then fails, which does not matter
     run_git("worktree", "unlock", str(root))
     git("worktree", "prune")
 

@@ -205,7 +205,7 @@ def deploy() -> None:
     A deployment is updated only if its entry, its flow's parameters or the path of this folder has changed. Otherwise,
     changes that were made on Prefect's page are kept.
     """
-    os.environ.update(prefect_client_variables())  # before the import, because Prefect reads its settings there
+    os.environ.update(prefect_client_variables())  # before the import, when Prefect reads its settings
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.client.schemas.filters import FlowFilter

@@ -877,13 +877,19 @@ def two_images(folder: Path, count: int) -> list[EndpointQuestion]:
     return [EndpointQuestion(f"question {number}.", images) for number in range(count)]
 
 
-def test_a_question_waits_while_another_is_silent_until_an_answer_arrives():
-    watch = SilenceWatch(lambda: None)
-    begun_questions: list[bool] = []
+def begin_question_after_a_silent_one(watch: SilenceWatch, begun_questions: list[bool]) -> threading.Thread:
+    """Begin two questions, end one without an answer, and begin a third in a thread, which records whether it began."""
     thread = threading.Thread(target=lambda: begun_questions.append(watch.begin_question()), daemon=True)
     assert [watch.begin_question() for _ in range(2)] == [True, True]
     watch.end_question(is_answered=False)
     thread.start()
+    return thread
+
+
+def test_a_question_waits_while_another_is_silent_until_an_answer_arrives():
+    watch = SilenceWatch(lambda: None)
+    begun_questions: list[bool] = []
+    thread = begin_question_after_a_silent_one(watch, begun_questions)
     thread.join(0.05)
     assert begun_questions == []
     watch.end_question(is_answered=True)
@@ -894,10 +900,7 @@ def test_a_question_waits_while_another_is_silent_until_an_answer_arrives():
 def test_a_waiting_question_is_not_asked_after_the_end_of_the_run():
     watch = SilenceWatch(lambda: None)
     begun_questions: list[bool] = []
-    thread = threading.Thread(target=lambda: begun_questions.append(watch.begin_question()), daemon=True)
-    assert [watch.begin_question() for _ in range(2)] == [True, True]
-    watch.end_question(is_answered=False)
-    thread.start()
+    thread = begin_question_after_a_silent_one(watch, begun_questions)
     watch.stop()
     thread.join(10)
     assert begun_questions == [False]

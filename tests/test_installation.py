@@ -1,4 +1,4 @@
-"""What the package knows of its own installation: the version, and the wheel file that it came from."""
+"""The version of the installed package, and the wheel file that it was installed from."""
 
 import json
 import tomllib

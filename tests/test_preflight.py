@@ -440,7 +440,7 @@ def test_a_dataset_that_trains_nothing_has_no_training_samples_to_check(params, 
 
 @pytest.fixture
 def family_of_any_size(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The family of the run if its number of tokens depends on the images: what it checks, and what it raises."""
+    """Replace the run's family by one whose number of tokens depends on the images. It records its checks."""
     family = SimpleNamespace(
         takes=Takes(fixed_marks=False), base_files=None, error=None, samples_error=None, checked=[]
     )

@@ -8,7 +8,7 @@ from m3diff.records.progress import prefetch
 
 
 class Worker:
-    """Work that is done at once, with a list of the items that were submitted."""
+    """An executor that finishes each task at once and records the submitted items."""
 
     def __init__(self) -> None:
         self.submitted: list[int] = []

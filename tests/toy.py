@@ -24,7 +24,7 @@ from m3diff.records.sample import Turn
 
 
 class Captioner:
-    """Says its word, the colour of the middle of each image and the question, in so many characters at most."""
+    """Answers with its word, the colour of the middle of each image and the question, cut to `length` characters."""
 
     def __init__(self, word, length):
         self.word, self.length = word, length

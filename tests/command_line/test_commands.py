@@ -49,7 +49,7 @@ REPORT = Path("data/07_report")
 LOCAL_URL = "http://127.0.0.1:8000/v1"
 REMOTE_URL = "https://a.example/v1"
 RESULT = Result(outcome="promoted", lines=["a line", "another"], retention={})
-# What functions return whose result is not printed as it is
+# Results of the functions whose commands read or convert them before they print
 RESULTS: dict[str, Any] = {
     "check": ([], True),
     "check_spice": ([], True),
@@ -500,7 +500,7 @@ PROMOTED_FIRST = Decision(
 
 @pytest.fixture
 def record_history(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that sets what the record of decisions contains, besides one decision."""
+    """Return a function that sets the faults and the pending move of a record with one decision."""
 
     def record(faults: list[Fault], pending_move: Decision | None) -> None:
         Recorder(
@@ -823,7 +823,7 @@ UNREADABLE = Fault("serving.missing_image", path=Path("a.png"))
 
 @pytest.fixture
 def record_answers(monkeypatch: pytest.MonkeyPatch, project: Path) -> Any:
-    """A function that replaces the model by these answers, and returns the calls that load and ask it."""
+    """Return a function that replaces the model by given answers and returns the recorded calls."""
     for image in PAIR_IMAGES:
         noise_image(1, (40, 40)).save(image)
 
@@ -843,7 +843,7 @@ def record_answers(monkeypatch: pytest.MonkeyPatch, project: Path) -> Any:
 
 
 def answered(name: str, caption: str | None = None, **fields: Any) -> CaptionOutput:
-    """The answer to a pair with this name."""
+    """Return the answer to a pair with this name."""
     return CaptionOutput(CaptionInput(name, PAIR_IMAGES), caption, **fields)
 
 

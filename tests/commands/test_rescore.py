@@ -146,7 +146,7 @@ class Registry:
         monkeypatch.setattr(tracking, "connect", connect)
 
     def score(self, params: Params, source: Source, out: Path) -> EvaluateReport:
-        """Score in place of the function of this name: write a table of scores."""
+        """Write a table of scores, instead of `module.score`."""
         self.sources.append(source)
         (out / "report").mkdir(parents=True, exist_ok=True)
         pq.write_table(TABLE, out / "report" / module.SCORES)

@@ -50,7 +50,7 @@ def test_captions_that_a_program_printed_are_shown_with_the_first(
     assert doubt.answers == [], "the file has to be mended"
 
 
-def test_a_sentence_that_begins_like_a_literal_is_none_unless_half_of_the_captions_do():
+def test_a_sentence_that_begins_like_a_literal_is_none_unless_half_of_captions_do():
     sentence = "b's car is near the boys'"
     assert doubts_about(rows_of(sentence, *PLAIN)) == []
     (doubt,) = doubts_about(rows_of(sentence, *PLAIN[:1]))

@@ -185,6 +185,8 @@ def test_a_push_tells_the_remotes_that_got_files_and_a_default_that_is_missing(s
     assert count_objects(tmp_path / "store") == 1
     small_repository.configure({name: tmp_path / name for name in ("store", "other")})
     assert dvc.push() == ("Skipped", dvc.NO_DEFAULT_REMOTE_NOTE.format(remotes="other, store"))
+    assert not (tmp_path / "other").exists()
+    dvc.check_remotes()
 
 
 def test_a_damaged_file_in_the_cache_is_not_sent_and_is_named(small_repository, tmp_path):
@@ -260,7 +262,7 @@ def test_a_commit_keeps_a_lock_with_new_stages_and_needs_no_earlier_lock(small_r
 
 @pytest.fixture
 def fake_dvc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that replaces DVC's command by a script of the shell."""
+    """Return a function that replaces DVC's command by a shell script."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dvc, "find_damaged_inputs", lambda stage: [])
     return lambda script: monkeypatch.setattr(dvc, "DVC_COMMAND", ["sh", "-c", script])

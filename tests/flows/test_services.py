@@ -456,7 +456,7 @@ class Server:
         return [self.run] if self.run.state_type in flow_run_filter.state.type.any_ else []
 
     async def read_events(self, event_filter: Any, limit: int) -> Any:
-        """Return the last heartbeat of the run, which is a minute old if the run still sends some."""
+        """Return the last heartbeat, one minute old if the run still sends heartbeats, otherwise two minutes old."""
         assert event_filter.event.name == ["prefect.flow-run.heartbeat"]
         assert event_filter.resource.id == [f"prefect.flow-run.{self.run.id}"]
         age = timedelta(minutes=1 if self.sends_heartbeats else 2)

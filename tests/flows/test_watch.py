@@ -380,6 +380,15 @@ def test_a_check_with_a_wrong_setting_is_refused_in_one_sentence(run_watch, monk
     assert run_watch.started == []
 
 
+def test_a_check_whose_update_fails_is_a_failure_because_its_worktree_stays(run_watch, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise DataError("git.not_installed")
+
+    monkeypatch.setattr(watch, "update_changed_sources", fail)
+    with raises(DataError, "git.not_installed"):
+        run_watch()
+
+
 def test_a_check_with_the_code_of_another_checkout_is_refused_like_a_run(run_watch, monkeypatch):
     error = DataError("dvc.code_of_other_checkout", code=Path("/a"), folder=Path("/b"))
 

@@ -1,4 +1,4 @@
-"""Which samples a model can answer: those of its family that it was trained on."""
+"""Limits on samples: a model answers samples that its family takes and that it was trained on."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A repository to read from."""
+"""A git repository with one commit, for tests that read from it."""
 
 from pathlib import Path
 

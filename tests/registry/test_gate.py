@@ -408,7 +408,7 @@ def test_a_loss_that_cannot_be_compared_refuses_the_version(models, score, has_a
 
 
 def with_no_change(pairs: int, called_unchanged: int, protocol: str) -> pa.Table:
-    """Return scores of changed pairs, of which a model says so often that nothing changed."""
+    """Return the scores of changed pairs if a model calls `called_unchanged` of them unchanged."""
     counts = np.zeros((pairs, len(COUNTS)))
     for name, values in {"captions": 1, "changed": 1, "changed_called_unchanged": np.arange(pairs)}.items():
         counts[:, COUNTS.index(name)] = values if name != "changed_called_unchanged" else values < called_unchanged

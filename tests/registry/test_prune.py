@@ -273,7 +273,7 @@ def test_dvc_keeps_the_data_of_every_commit_and_of_every_working_tree(clone):
 
 
 def store_model(registry: Registry, size: int) -> LoggedModel:
-    """Store a model whose checkpoint has so many bytes."""
+    """Store a model whose checkpoint has `size` bytes."""
     model = registry.client.create_logged_model(registry.experiment, name="m3diff")
     checkpoint = Path(model.artifact_location.removeprefix("file://")) / "artifacts" / "checkpoint"
     checkpoint.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Verdicts of a judge: what it is asked, how its answers are read, and the score of groups."""
+"""The judge: its questions, the verdicts that are read from its answers, and the scores of groups."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -224,7 +224,7 @@ def test_the_remedy_for_no_test_pair_can_be_added_to_an_entry_with_a_column(tmp_
 
 
 def write_sidecars(root: Path, count: int) -> DatasetEntry:
-    """Write so many pairs with a text beside each, and images without content, which are not opened."""
+    """Write `count` pairs, each with a text. The images are not valid, because they are not opened."""
     root.mkdir()
     for number in range(count):
         (root / f"{number}.txt").write_text(f"the lamp {number} is out")

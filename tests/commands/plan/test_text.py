@@ -196,7 +196,7 @@ UNKNOWN_WORDS = WordCount(vocabulary=9, words=10, spelled=9, examples=("villa",)
 
 @pytest.fixture
 def unknown_words(monkeypatch):
-    """Lets the base know few of the words."""
+    """Let the tokenizer of the base lack most words."""
     monkeypatch.setattr("m3diff.commands.plan.warnings.count_words", lambda base, mixture: UNKNOWN_WORDS)
 
 

@@ -222,7 +222,7 @@ def test_a_record_of_a_question_has_its_kind_and_the_turns_before_it(tmp_path):
     assert record["history"] == [{"question": "How many?", "answer": "two"}]
 
 
-def test_the_source_of_a_record_keeps_its_letters_and_escapes_bytes_that_are_no_utf_8(tmp_path):
+def test_the_source_of_a_record_keeps_its_letters_and_escapes_invalid_utf_8(tmp_path):
     sources = ("Größe 大.csv, row 1", "caf\udce9.csv, row 1")
     records, _ = to_records("d", make_entry("pairs", tmp_path), [row(source=source) for source in sources])
     assert [record["source"] for record in records] == ["Größe 大.csv, row 1", "caf\\udce9.csv, row 1"]

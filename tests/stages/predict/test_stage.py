@@ -267,7 +267,7 @@ def test_the_controls_are_the_same_each_time():
 
 
 def test_the_controls_are_those_of_earlier_releases():
-    """The gate compares the controls of a version with those of the champion."""
+    # The gate compares the scores of a new version's controls with those of the champion's
     shuffled_pairs, _ = sample_control_pairs(make_pairs(1000))
     assert len(shuffled_pairs) == 600
     assert [pair.id for pair in shuffled_pairs[:6]] == ["2", "5", "8", "12", "13", "15"]

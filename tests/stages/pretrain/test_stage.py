@@ -149,7 +149,7 @@ def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path):
 
 
 class FakeSampler:
-    """A sampler of a level whose scenes are drawn in no time, and which counts them."""
+    """A sampler of a level that returns names instead of scenes and counts them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -169,7 +169,7 @@ def fake_references(changes: tuple[str, ...], count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def small_tokenizer() -> Any:
-    """Train a tokenizer on sentences that are made in no time."""
+    """Train a tokenizer on the sentences of fake samplers, because drawing scenes takes seconds."""
     samplers = {name: FakeSampler(name) for name in ("grid", "free")}
     tasks = [
         PretrainTask("image", 1, lambda rng, scenes: (f"which level of {len(scenes)}", " ".join(scenes))),
@@ -513,7 +513,7 @@ def test_the_loss_of_segmentation_is_the_sum_over_kind_color_size_and_state():
 
 
 class Letters:
-    """An architecture whose tokens are letters, and which predicts the letters of `prediction`."""
+    """An architecture with one token per letter that predicts the letters of `prediction`."""
 
     def __init__(self, prediction: str) -> None:
         self.prediction = prediction
@@ -565,7 +565,7 @@ def test_samples_are_padded_on_the_right_and_answers_alone_are_supervised():
     assert answers == ["c.", "efgh."]
 
 
-def test_training_scenes_are_of_one_level_a_step_and_held_out_ones_are_not_among_them():
+def test_training_scenes_are_of_one_level_a_step_and_none_is_held_out():
     bank = SceneBank(np.zeros(0), scenes(20, seed=1), ("grid", "free"), held_out=6)
     rng = np.random.default_rng(0)
     even, odd = (bank.sample_training_scenes(rng, turn, 7) for turn in (2, 5))
