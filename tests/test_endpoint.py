@@ -510,6 +510,15 @@ def test_a_run_with_only_cached_answers_needs_no_server(server, tmp_path, capsys
     assert datetime.now(UTC).date().isoformat() in printed
 
 
+def test_cached_answers_are_used_if_the_server_for_new_ones_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "RETRIES", 0)
+    with chat_server() as server:
+        answers = ask(server, tmp_path, "a?")
+    assert ask(server, tmp_path, "a?", reuse=False) == answers
+    with raises(EndpointError, "endpoint.no_list_of_models", url=server.url):
+        ask(server, tmp_path, "a?", "b?")
+
+
 OTHER_URLS = {
     "another port": "http://127.0.0.1:9/v1",
     "https": "https://127.0.0.1:8000/v1",

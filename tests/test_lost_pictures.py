@@ -411,6 +411,10 @@ NO_PICTURES = {
         Fault("images.server_error", answer="AccessDenied"),
     ),
     "text": (b"404: Not Found", Fault("images.text", kind="text", excerpt="404: Not Found")),
+    "a long text, examined up to the middle of a letter": (
+        b"a" + 5000 * "é".encode(),
+        Fault("images.text", kind="text", excerpt="a" + 39 * "é" + "..."),
+    ),
     "a link as text": (b"../images/1.png", Fault("images.text", kind="text", excerpt="../images/1.png")),
     "UTF-16": ("Not found".encode("utf-16"), Fault("images.text", kind="text", excerpt="Not found")),
     "UTF-16 cut within a letter": (

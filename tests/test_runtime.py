@@ -56,6 +56,17 @@ def test_an_import_of_a_light_module_changes_nothing():
     assert effects_of(LIGHT_MODULES) == {}
 
 
+@pytest.mark.parametrize(("length", "is_linked"), [(36, False), (37, True)])
+def test_a_temporary_folder_is_linked_if_its_path_is_too_long_for_sockets(length, is_linked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = "d" * length
+    (tmp_path / folder).mkdir()
+    monkeypatch.setenv("TMPDIR", folder)
+    monkeypatch.setattr(runtime, "short_link", lambda folder: Path("link"))
+    runtime.link_temporary_folders()
+    assert os.environ["TMPDIR"] == ("link" if is_linked else folder)
+
+
 @pytest.mark.slow(90)
 def test_an_import_of_any_module_changes_nothing():
     assert effects_of(every_module()) == {}

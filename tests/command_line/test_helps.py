@@ -51,6 +51,14 @@ def test_a_summary_that_is_wrapped_goes_on_in_its_own_column(monkeypatch):
     assert f"{first_line[column:]} {next_line[column:]}" == summary
 
 
+def test_text_leaves_two_columns_of_the_terminal_free(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    fitting = f"{'a' * 40} {'b' * 17}"
+    too_long = f"{'a' * 40} {'b' * 18}"
+    assert wrap_text(fitting).splitlines() == [fitting]
+    assert wrap_text(too_long).splitlines() == too_long.split()
+
+
 def test_a_narrow_terminal_gets_lines_of_forty_characters(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     text = f"{'a' * 19} {'b' * 20} {'c' * 20}"

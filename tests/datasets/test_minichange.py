@@ -20,6 +20,7 @@ from m3diff.datasets.minichange.scene import (
     MiniChange,
     Scene,
     Thing,
+    View,
     name_thing,
     sample_types,
 )
@@ -173,6 +174,15 @@ def test_a_change_of_an_object_that_cannot_be_distinguished_is_not_clear(other_t
     before = Scene((RED_BALL, *other_things), level="free")
     after = Scene((BLUE_BALL, *other_things), level="free")
     assert FREE.are_clear(before, after, [Change("color", RED_BALL, BLUE_BALL)]) is is_clear
+
+
+@pytest.mark.parametrize(("camera_change", "is_clear"), [([], False), ([Change("viewpoint", word="right")], True)])
+def test_an_object_has_the_same_place_in_both_images_unless_the_camera_moved(camera_change, is_clear):
+    ball = replace(RED_BALL, dx=0.0)
+    blue_ball = replace(ball, color="blue")
+    before = Scene((ball,), level="free")
+    after = Scene((blue_ball,), level="free", view=View(x=0.25))  # the ball is now at the left
+    assert FREE.are_clear(before, after, [*camera_change, Change("color", ball, blue_ball)]) is is_clear
 
 
 BOX = Thing("box", "red", "small", 2)

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from dvc.exceptions import DvcException
+from dvc_data.hashfile.transfer import TransferResult
 
 from flows import dvc, report
 from flows.workspace import workspace
@@ -206,6 +208,24 @@ def test_a_push_to_an_unknown_remote_is_an_error_that_may_pass(small_repository)
     with raises(dvc.RemoteError, "flows.push_failed", remote="third") as failed:
         dvc.push()
     assert failed.value.fields["fault"].fields["command"] == "dvc status --cloud --remote third"
+
+
+def test_files_that_a_remote_rejects_are_counted(small_repository, tmp_path, monkeypatch):
+    small_repository.configure({"store": tmp_path / "store"}, default="store")
+    md5 = small_repository.track("a.csv", "a")
+    monkeypatch.setattr(dvc, "transfer", lambda source, remote, objects: TransferResult(set(), objects))
+    with raises(dvc.DvcError, "flows.command_failed", command="dvc push --remote store") as failed:
+        dvc.send_objects([md5], "store")
+    assert failed.value.fields["output"].endswith(" 1 file")
+
+
+def test_an_error_of_dvc_has_the_command_and_another_error_stays_as_it_is(small_repository):
+    with raises(dvc.DvcError, "flows.command_failed", command="dvc"), dvc.repository():
+        raise DvcException("no such stage")
+    with pytest.raises(KeyError, match="a"), dvc.repository():
+        raise KeyError("a")
+    with raises(dvc.DvcError, "flows.command_failed", command="dvc push"), dvc.repository("dvc push"):
+        raise KeyError("a")
 
 
 def test_dvc_in_this_process_waits_for_the_lock_of_another_process(small_repository, monkeypatch):

@@ -365,6 +365,14 @@ def test_what_a_template_puts_before_an_answer_belongs_to_the_answer(load: Load,
     assert processor.decode(torch.tensor([processor.encode_answer("yes")])) == ["yes"]
 
 
+def test_an_answer_follows_the_text_that_the_template_asks_with(load: Load, base: Base, tmp_path: Path) -> None:
+    folder = copied(base("qwen3_vl"), tmp_path / "base")
+    template = QWEN_TEMPLATE.replace("+m.role+'\n'", "+m.role+' \n'")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    processor = load("qwen3_vl", folder)
+    assert processor.tokenizer.decode(processor.encode_answer("yes")) == "yes<|im_end|>"
+
+
 @pytest.mark.parametrize("name", EVERY_BASE)
 def test_a_generated_answer_is_decoded_without_its_end_token(load: Load, name: str) -> None:
     processor = load(name)

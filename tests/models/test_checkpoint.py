@@ -87,6 +87,9 @@ def test_adapters_hold_what_trained_and_nothing_else(settings, tuned, lora, base
     folder = checkpoint / ADAPTERS
     assert read_manifest(folder)["tuned"] == tuned
     assert (folder / "lora").is_dir() == lora
+    if lora:
+        names = load_file(folder / "lora/adapter_model.safetensors")
+        assert all("lora_" in name for name in names), "no other weight, such as the tokens' embeddings"
     expected = logits(tiny_trained(base, settings), base)
     torch.manual_seed(5)  # a module that was not stored would be another
     for source in (checkpoint, folder):

@@ -90,6 +90,12 @@ def test_a_commit_that_no_remote_has_is_refused(project):
         find_commit("0" * 40)
 
 
+def test_a_commit_without_a_lock_file_lacks_it_in_the_chain(project, monkeypatch):
+    monkeypatch.setattr(verification, "read_from_commit", lambda commit, path: None)
+    (fault,) = faults()
+    assert fault[:2] == ("missing", "dvc.lock")
+
+
 @pytest.fixture
 def prediction_hash(project: Team) -> str:
     return Lock().hashes(Path(PREDICTIONS))["predict outs"]

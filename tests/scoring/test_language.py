@@ -44,6 +44,12 @@ def test_the_note_counts_references_and_names_the_metrics_that_are_computed():
     assert "SPICE" not in note
 
 
+def test_a_sixth_of_the_references_in_another_language_is_noted():
+    references = ["the mug is gone"] * 20 + ["der Becher ist weg"] * 4
+    (note,) = note_foreign_references("mine", references, choose_metrics(["METEOR"]))
+    assert note.startswith("mine: 4 of 24 references")
+
+
 def test_the_note_names_a_new_metric_that_reads_english_only():
     metrics = choose_metrics(["CIDEr"]) | {"my metric": replace(METRICS["CIDEr"], reads="English")}
     (note,) = note_foreign_references("mine", ["der Becher ist weg"], metrics)

@@ -88,6 +88,7 @@ def test_a_chat_is_answered_with_the_caption_and_its_version(model, serve):
     assert answer.json()["model"] == "m3diff/1"
     (choice,) = answer.json()["choices"]
     assert choice["message"]["content"] == toy_caption("one", "Is it red?", "10/20/0", "30/40/0")
+    assert choice["index"] == 0
     assert choice["finish_reason"] == "stop"
 
 

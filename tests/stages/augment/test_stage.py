@@ -119,6 +119,15 @@ def test_images_of_any_name_are_written_by_content_and_recognized_by_the_next_ru
         assert {path.name for path in (tmp_path / "made/images").iterdir()} == names
 
 
+def test_captions_stand_in_the_manifest_letter_by_letter(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    Image.new("RGB", (8, 8), "white").save(tmp_path / "b.png")
+    rows = [{"id": name, "image": f"{name}.png", "caption": f"die {name} müde"} for name in "ab"]
+    cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=single_images(tmp_path, rows))
+    augment("made", cfg, compute(tmp_path / "runs"))
+    assert "müde" in (tmp_path / "made/pairs.jsonl").read_text("utf-8")
+
+
 def test_edits_have_their_references_and_every_image_is_written_once(raw, datasets):
     root, _ = datasets["edits"]
     rows = rows_of(root)

@@ -575,6 +575,21 @@ def test_training_scenes_are_of_one_level_a_step_and_none_is_held_out():
     assert list(bank.held_out_scenes("free")) == [15, 17, 19]
 
 
+def test_all_steps_are_taken_and_the_log_has_the_mean_loss_of_each_task():
+    optimizer: Any = SimpleNamespace(steps=5, take_step=float)
+    steps = []
+
+    def batch_loss(step: int) -> stage.BatchLoss:
+        steps.append(step)
+        return stage.BatchLoss(task="describe" if step % 2 else "find", loss=torch.tensor(step**3), image_count=2)
+
+    log = stage._train(optimizer, ["find", "describe"], batch_loss, ("grid",), "accuracy", lambda level: 0.25)
+    assert steps == [1, 2, 3, 4, 5]
+    header, row = csv.reader(log.splitlines())
+    assert header == ["step", "images_seen", "loss: find", "loss: describe", "accuracy", "seconds"]
+    assert row[:-1] == ["5", "10", "36.0", "51.0", "0.25"]
+
+
 def test_a_large_gradient_is_scaled_to_a_norm_of_one():
     model = torch.nn.Linear(3, 2)
     optimizer = PretrainOptimizer(model, CFG, 10)

@@ -9,7 +9,9 @@ import pytest
 
 from m3diff.records.errors import Fault
 from m3diff.stages.train.params import ENOUGH_STEPS
+from m3diff.stages.train.stage import nothing_learned_warning
 from m3diff.stages.train.verdict import TrainingEnd, can_judge_captions, entropy_of_tokens, judge_learning
+from tests.stages.train.toy import recipe
 from tests.toy import REPOSITORY
 
 TOKENIZER = REPOSITORY / "data/00_base/tokenizer.json"
@@ -47,6 +49,28 @@ def test_captions_that_share_nothing_with_their_references_are_a_warning(mixture
     assert warning.fields["loss"] == 4.39
     assert warning.fields["evidence"] == Fault("train.captions_share_nothing", value=0.0)
     assert warning.fields["remedies"] == [Fault("train.try_more_steps", epochs=10, steps=ENOUGH_STEPS), *REMEDIES]
+
+
+@pytest.mark.parametrize(
+    ("figures", "evidence"),
+    [({"val_cider": 0.0}, "train.captions_share_nothing"), ({"val_loss": 20.0}, "train.loss_of_frequencies")],
+    ids=["captions", "loss of validation"],
+)
+def test_a_run_is_judged_by_its_captions_or_else_by_its_validation_loss(figures, evidence, mixture, tmp_path):
+    parameters = recipe(TOKENIZER.parent, scratch=tmp_path, caption_val_pairs=5, epochs=3)
+    figures = {"steps": 180, "loss": 0.5, "val_loss": None, "val_cider": None} | figures
+    warning = nothing_learned_warning(parameters.cfg, parameters.compute, figures, mixture)
+    assert warning is not None
+    assert warning.fields["evidence"].code == evidence
+    more_steps, _, higher_rates = warning.fields["remedies"]
+    assert more_steps.fields["epochs"] == 10
+    assert higher_rates.fields["field"] == "models.tiny.rates"
+
+
+def test_a_run_whose_training_loss_fell_has_learned(mixture, tmp_path):
+    parameters = recipe(TOKENIZER.parent, scratch=tmp_path)
+    figures = {"steps": 180, "loss": 0.5, "val_loss": None, "val_cider": None}
+    assert nothing_learned_warning(parameters.cfg, parameters.compute, figures, mixture) is None
 
 
 def test_more_steps_are_no_remedy_for_a_long_run(mixture):
