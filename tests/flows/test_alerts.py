@@ -85,7 +85,7 @@ RUN = SimpleNamespace(id="0123", name="quiet-owl")
 
 STAGE = Failed(
     message="Flow run encountered an exception: DvcError: stage validate exited with 3\nRunning stage 'validate':\n"
-    "rows 7, 9: reference is empty\nERROR: failed to reproduce 'validate': failed to run: x, exited with 3"
+    "  rows 7, 9: reference is empty\nERROR: failed to reproduce 'validate': failed to run: x, exited with 3"
 )
 
 

@@ -202,6 +202,19 @@ def test_a_damaged_file_in_the_cache_is_not_sent_and_is_named(small_repository, 
     assert count_objects(tmp_path / "store") == 0
 
 
+def test_only_the_inputs_of_a_stage_are_searched_for_damage(small_repository):
+    objects = {}
+    for name in ("read", "other"):
+        md5 = small_repository.track(f"{name}.csv", name)
+        objects[name] = object_file(small_repository.root / ".dvc/cache", md5)
+        objects[name].write_text("damaged")
+    stages = {name: {"cmd": "cat", "deps": [f"{name}.csv"]} for name in objects}
+    Path("dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
+    (fault,) = dvc.find_damaged_inputs("read")
+    assert fault.code == "dvc.damaged_object"
+    assert fault.fields["object"] == objects["read"]
+
+
 def test_a_push_to_an_unknown_remote_is_an_error_that_may_pass(small_repository):
     small_repository.configure({}, default="third")
     small_repository.track("a.csv", "a")
@@ -306,6 +319,14 @@ def test_the_exit_code_of_a_failed_stage_is_the_last_that_dvc_prints(fake_dvc):
     with raises(dvc.DvcError, "flows.command_failed", command="stage a", exit_code=-9) as failed:
         dvc.repro("a", print)
     assert failed.value.fields["output"] == "a child exited with 3\nfailed to run: x, exited with -9"
+
+
+def test_an_interrupt_of_the_flow_s_terminal_does_not_reach_a_stage(fake_dvc):
+    """A terminal interrupts its foreground process group. The flow then gives the stage time to end."""
+    log_lines: list[str] = []
+    fake_dvc("echo \"Running stage 'a':\"; ps -o pgid= -p $$")
+    dvc.repro("a", log_lines.append)
+    assert int(log_lines[-1]) != os.getpgrp()
 
 
 def test_a_stage_has_time_to_end_and_is_killed_after_it(fake_dvc, monkeypatch):

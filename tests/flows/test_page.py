@@ -58,6 +58,13 @@ def test_the_page_has_the_result_reason_duration_and_links_of_the_run(run_record
     assert f"Its worktree is kept: `{run_record.work.root}`" in page
 
 
+def test_the_page_has_no_link_to_a_version_in_a_store_that_is_no_server(run_record):
+    assert PARAMS.register_.tracking_uri.startswith("sqlite:")
+    page = "\n".join(report.page_lines(run_record, PARAMS))
+    assert "- m version 7, MLflow run `r`" in page
+    assert "](" not in page
+
+
 def test_the_page_names_the_overrides_and_how_the_training_began(run_record):
     run_record.work = run_record.work._replace(overrides=("train.epochs=6", "start from the champion, replay 0.25"))
     lines = list(report.page_lines(run_record, PARAMS))

@@ -150,9 +150,14 @@ def test_runs_with_the_same_content_share_a_lock_and_a_run_that_waits_says_so(fa
 def test_the_duration_of_a_task_is_recorded_even_if_it_fails(state, fake_pipeline, monkeypatch):
     clock = iter((100.0, 102.5))
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def train(stage: str, return_state: bool) -> Any:
+        """Like a task of Prefect, return the state only if it is asked for."""
+        return state if return_state else state.result()
+
     record = RunRecord(Workspace("0123", *[Path()] * 2, "commit", "tree", (), ()), [])
     with nullcontext() if state.is_completed() else pytest.raises(ValueError, match="wrong"):
-        assert pipeline.run_task(record, "train", lambda stage, return_state: state, "train") == "done"
+        assert pipeline.run_task(record, "train", train, "train") == "done"
     assert record.seconds == {"train": 2.5}
     assert record.outcomes == {"train": state.name}
 

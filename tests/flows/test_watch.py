@@ -16,6 +16,7 @@ from flows import alerts, dvc, watch
 from flows.watch import (
     DATA_MESSAGE_PREFIX,
     STATE_FILE,
+    commit_data,
     compute_fingerprint,
     drop_folders,
     imported_files,
@@ -206,6 +207,46 @@ def test_one_source_that_cannot_be_updated_does_not_hinder_the_others(small_repo
     assert git("log", "-1", "--format=%s", DATA_BRANCH) == f"{DATA_MESSAGE_PREFIX}mine changed"
 
 
+def test_the_branch_of_data_has_only_the_newest_data_on_top_of_the_checked_commit(small_repository):
+    small_repository.track("mine", "an earlier file")
+    commit = small_repository.commit()
+    for content in ("a new file", "a newer file"):
+        newest_md5 = small_repository.track("mine", content)
+        commit_data(SimpleNamespace(commit=commit), ["mine.dvc"])
+    assert git("rev-list", f"{commit}..{DATA_BRANCH}").split() == [git("rev-parse", DATA_BRANCH)]
+    assert newest_md5 in git("show", f"{DATA_BRANCH}:mine.dvc")
+
+
+@pytest.fixture
+def one_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Replace git and the worktree of a check of one import and one drop folder, and record their use."""
+    recorded = SimpleNamespace(flow_runs=[], removed_branches=[])
+
+    def create_worktree(flow_run: Any, *arguments: Any, data: bool) -> Any:
+        recorded.flow_runs.append(flow_run)
+        return nullcontext(SimpleNamespace(branch="runs/one"))
+
+    monkeypatch.chdir(tmp_path)
+    STATE_FILE.parent.mkdir(parents=True)
+    monkeypatch.setattr(watch, "imported_files", lambda: ["theirs.dvc"])
+    monkeypatch.setattr(watch, "drop_folders", lambda: ["mine"])
+    monkeypatch.setattr(watch, "compute_fingerprint", lambda folder: "new")
+    monkeypatch.setattr(watch, "find_data_commit", lambda: "a commit")
+    monkeypatch.setattr(watch, "workspace", create_worktree)
+    monkeypatch.setattr(watch, "git", lambda *arguments: recorded.removed_branches.append(arguments[-1]))
+    monkeypatch.setattr(watch, "update_sources", lambda work, sources, log: ([], {}))
+    return recorded
+
+
+def test_a_check_works_in_the_worktree_of_its_flow_run_or_else_in_a_new_one(one_check, monkeypatch):
+    for id_ in ("an id", None, None):
+        monkeypatch.setattr(watch, "flow_run", SimpleNamespace(get_id=lambda id_=id_: id_))
+        update_changed_sources({}, pytest.fail)
+    own_name, new_name, other_new_name = one_check.flow_runs
+    assert own_name == "an id"
+    assert new_name != other_new_name
+
+
 @pytest.mark.parametrize(
     ("watch_state", "updated_sources"),
     [
@@ -216,26 +257,16 @@ def test_one_source_that_cannot_be_updated_does_not_hinder_the_others(small_repo
     ],
     ids=["first check", "changed folder", "same folder", "runs/data was changed by somebody"],
 )
-def test_imports_and_changed_folders_are_updated_and_remembered(watch_state, updated_sources, tmp_path, monkeypatch):
+def test_imports_and_changed_folders_are_updated_and_remembered(watch_state, updated_sources, one_check, monkeypatch):
     def update(work: str, sources: dict[str, str], log: Any) -> tuple[list[str], dict[str, str]]:
         assert sources.keys() == updated_sources
         return ["a failure"], {name: fingerprint for name, fingerprint in sources.items() if name == "mine.dvc"}
 
-    monkeypatch.chdir(tmp_path)
-    STATE_FILE.parent.mkdir(parents=True)
-    removed_branches: list[str] = []
-    work = SimpleNamespace(branch="runs/one")
-    monkeypatch.setattr(watch, "imported_files", lambda: ["theirs.dvc"])
-    monkeypatch.setattr(watch, "drop_folders", lambda: ["mine"])
-    monkeypatch.setattr(watch, "compute_fingerprint", lambda folder: "new")
-    monkeypatch.setattr(watch, "find_data_commit", lambda: "a commit")
-    monkeypatch.setattr(watch, "workspace", lambda *arguments, data: nullcontext(work))
-    monkeypatch.setattr(watch, "git", lambda *arguments: removed_branches.append(arguments[-1]))
     monkeypatch.setattr(watch, "update_sources", update)
     assert update_changed_sources(watch_state | {"started": "before"}, pytest.fail) == ["a failure"]
     expected_state = {"started": "before", "folders": {"mine.dvc": "new"}, "data": "a commit"}
     assert json.loads(STATE_FILE.read_text()) == expected_state
-    assert removed_branches == ["runs/one"]
+    assert one_check.removed_branches == ["runs/one"]
 
 
 def test_retrain_is_started_by_its_deployment_once_for_the_same_data(monkeypatch):
@@ -362,7 +393,7 @@ def test_any_change_of_its_files_changes_the_fingerprint(folder, monkeypatch):
 
 def test_drop_folders_are_named_and_tracked_and_imports_have_a_source(project, drop, imported, monkeypatch):
     assert imported_files() == ["data/theirs.dvc"]
-    for text, expected_folders in (("", set()), (f" data/mine/ ,{os.pathsep}./data/mine", {"data/mine"})):
+    for text, expected_folders in (("", set()), (f" data/mine/ , ,{os.pathsep}./data/mine", {"data/mine"})):
         monkeypatch.setenv("M3DIFF_DROP", text)
         assert set(drop_folders()) == expected_folders
     monkeypatch.setenv("M3DIFF_DROP", "data/mine,data/other")
