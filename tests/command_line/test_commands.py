@@ -619,6 +619,15 @@ def test_train_names_the_setting_of_a_model_that_does_not_fit_its_base(monkeypat
     assert recorder.calls == []
 
 
+def test_train_is_refused_if_the_mixture_has_no_test_pair_for_the_gate(monkeypatch, capsys):
+    recorder = record_stage(monkeypatch, "train")
+    (MIXTURE / "test").mkdir(parents=True)
+    assert main(["train"]) == 3
+    fields = {"dataset": "minichange", "protocol": PARAMS.promote.protocol}
+    assert Message("ingest.no_test_pair", path=MIXTURE / "test", **fields).in_text(capsys.readouterr().err)
+    assert recorder.calls == []
+
+
 def test_commands_without_the_file_or_folder_that_they_need_ask_for_it(capsys):
     assert main(["data", "check"]) == 2
     assert Message("check.no_folder_named").in_text(capsys.readouterr().err)

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from m3diff.__main__ import COMMANDS, main
-from m3diff.command_line.command import Group
+from m3diff.command_line.command import Command, Group
 from m3diff.command_line.distribution import PARAMS_FILE
-from m3diff.command_line.parser import list_commands, make_parser, parse, wrap_text
+from m3diff.command_line.parser import describe_command, list_commands, make_parser, parse, wrap_text
 from tests.toy import REPOSITORY
 
 DVC_STAGES = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
@@ -66,6 +66,16 @@ def test_a_narrow_terminal_gets_lines_of_forty_characters(monkeypatch):
 
 
 # The help of a command
+
+
+def test_a_fact_that_is_wrapped_goes_on_in_its_own_column(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    reads = " ".join(f"folder-{number}" for number in range(20))
+    description = describe_command("a summary", Command(run=print, examples=(), reads=reads))
+    first_line, *next_lines = description.splitlines()[2:]
+    column = first_line.index("folder-0")
+    assert next_lines
+    assert " ".join(line[column:] for line in (first_line, *next_lines)) == reads
 
 
 @pytest.mark.parametrize("stage", STAGES)
