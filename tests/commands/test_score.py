@@ -789,6 +789,12 @@ def test_the_lines_begin_with_protocol_and_pairs():
     assert lines[1] == "  1,270 pairs (papers: 1,270), 1.66 references per pair"
 
 
+def test_each_tokenizer_of_a_benchmark_has_words_of_its_own_in_the_report():
+    tokenizers = {protocol.tokenizer for spec in DATASETS.values() for protocol in spec.protocols}
+    heads = {tuple(a_report(tokenizer=tokenizer).lines())[:4] for tokenizer in tokenizers}
+    assert len(heads) == len(tokenizers)
+
+
 def test_a_score_has_a_line_with_its_interval():
     cider = next(line for line in a_report().lines() if line.startswith("  CIDEr"))
     assert cider.split()[:4] == ["CIDEr", "0.4740", "47.4", "42.0–53.0"]

@@ -106,6 +106,15 @@ def test_a_dialogue_has_a_tag_for_each_image_and_all_turns(out, tmp_path):
     assert "image" not in by_id["d/c#0"]
 
 
+def test_a_text_beside_plain_pairs_has_no_tag_and_no_images(mixture, out, tmp_path):
+    convert(tmp_path, [record("a"), record("b") | {"question": "What rhymes with cat?", "images": []}])
+    export_llava(ENTRIES, tmp_path / "mixture", out)
+    pair, text = read_records(out / "train.json")
+    assert pair["images"] == ["a.png", "a_2.png"]
+    assert text["conversations"][0]["value"] == "What rhymes with cat?"
+    assert {"image", "images"}.isdisjoint(text)
+
+
 def test_what_was_exported_is_read_as_the_same_samples(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "raw"

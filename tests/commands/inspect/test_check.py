@@ -12,8 +12,9 @@ from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.commands.inspect import check, recognise
 from m3diff.commands.inspect.layout import OWN_READERS
 from m3diff.commands.inspect.other_columns import remedy_for_missing_columns
-from m3diff.commands.inspect.reading import EMPTY_IMAGES, MISSING_IMAGES
+from m3diff.commands.inspect.reading import EMPTY_IMAGES, MISSING_IMAGES, read_folder
 from m3diff.datasets import DATASETS
+from m3diff.datasets.odd_captions import ODD_KINDS
 from m3diff.datasets.pairs import read
 from m3diff.datasets.spec import SplitCount
 from m3diff.records.errors import DataError, Fault
@@ -80,6 +81,17 @@ def test_the_option_that_answers_a_doubt_keeps_the_texts_that_it_has(placeholder
     with pytest.raises(DataError) as refused:
         run_ingest(placeholder_root, "pairs", "own", **CAPTION_COLUMN, no_caption=["-"])
     assert "{no_caption: ['-', nan]}" in str(refused.value)
+
+
+@pytest.mark.parametrize(("split", "are_asked_about"), [("train", False), ("test", True)])
+def test_odd_captions_are_named_once_in_a_line_or_in_the_question_on_test_pairs(split, are_asked_about, tmp_path):
+    write_json(tmp_path / "pairs.json", [ROW | {"captions": "Caption: it fell", "split": split}])
+    reading = read_folder("own", DatasetEntry(reader="pairs", root=tmp_path, options={"manifest": "pairs.json"}))
+    lines = "\n".join(reading.lines)
+    questions = "\n".join(str(doubt.question) for doubt in reading.doubts)
+    description = ODD_KINDS["chat"].description
+    assert lines.count(description) == int(not are_asked_about)
+    assert questions.count(description) == int(are_asked_about)
 
 
 def test_the_option_for_columns_of_other_names_keeps_the_entry_s_columns(tmp_path):
@@ -416,7 +428,7 @@ def test_a_reader_whose_files_are_missing_is_told_their_names(tmp_path):
 
 def test_tables_of_ones_own_get_distinct_names_as_exact_yaml(tmp_path):
     entries: dict[str, DatasetEntry] = {}
-    for folder in ("kitchen/raw", "garden/raw", "it's: #1"):
+    for folder in ("kitchen/raw", "garden/raw", "(it's: #1)"):
         root = layouts.write_manifest(tmp_path / folder, "yes.json", captions="text")
         lines, _ = check(root, entries)
         ((name, entry),) = yaml.safe_load(lines[-1]).items()

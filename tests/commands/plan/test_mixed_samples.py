@@ -1,13 +1,13 @@
 """The plan of single images, texts, dialogues and couples: tokens and FLOPs by the number of images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m3diff.commands.plan.figures import Run, make_plan
+from m3diff.commands.plan.figures import Plan, Run, make_plan
 from m3diff.commands.plan.find_workload import workload_of_datasets
 from m3diff.commands.plan.mixture import counted_workload
 from m3diff.commands.plan.published import published_workload
@@ -149,11 +149,15 @@ def test_without_a_tokenizer_a_dialogue_has_the_estimated_lengths_of_its_turns(t
 # Figures
 
 
+def plan_of_mixed_samples(run: Callable[..., Run], folder: Path, **compute: Any) -> Plan:
+    mixture = write_samples(folder / "mixed", MIXED)
+    planned = run({"micro_batch": 1} | compute, mixture=mixture, max_captions_per_sequence=1)
+    return make_plan(replace(planned, entries=entries("a=pairs")))
+
+
 @pytest.fixture
 def plan(run, tmp_path):
-    mixture = write_samples(tmp_path / "mixed", MIXED)
-    planned = run({"micro_batch": 1}, mixture=mixture, max_captions_per_sequence=1)
-    return make_plan(replace(planned, entries=entries("a=pairs")))
+    return plan_of_mixed_samples(run, tmp_path)
 
 
 def test_each_kind_of_sequence_has_its_image_tokens_and_flops(plan):
@@ -173,6 +177,12 @@ def test_the_run_takes_the_flops_of_every_sequence(plan):
     assert plan.tokens_per_sequence == pytest.approx(
         sum(figures.sequences * figures.tokens for figures in plan.sequences_by_images) / 9
     )
+
+
+def test_full_checkpointing_runs_the_marked_terms_of_every_sequence_again(run, tmp_path):
+    plan = plan_of_mixed_samples(run, tmp_path, activation_checkpointing="full")
+    recomputed = sum(figures.sequences * (100 * figures.tokens + 20) for figures in plan.sequences_by_images)
+    assert plan.run_flops - plan.model_flops == pytest.approx(recomputed)
 
 
 def test_memory_is_that_of_the_longest_sequence_and_captions_are_of_pairs(plan):
