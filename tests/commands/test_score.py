@@ -221,6 +221,13 @@ def test_all_ids_have_no_fault_whatever_the_other_levels():
     assert faults("01234", records=6, image_pairs=4) == []
 
 
+def test_captions_of_pairs_outside_the_protocol_have_no_fault_whatever_their_number():
+    pairs = {str(number): make_bare_pair(task(), str(number), ["a"], []) for number in range(5)}
+    protocol_pairs = {name: pairs[name] for name in "012"}
+    captions = dict.fromkeys(pairs, "x")
+    assert find_caption_faults(captions, pairs, protocol_pairs, SplitCount(3, records=5)) == []
+
+
 def test_as_many_ids_as_pairs_of_images_are_named_so():
     missing, level = faults("0123", image_pairs=4)
     assert missing.fields["names"] == ["4"]
