@@ -311,6 +311,20 @@ def test_the_report_counts_questions_by_kind_images_and_turns(tmp_path):
     assert captions.keys() == {"pairs", "samples", "left_out"}
 
 
+def test_kinds_of_one_count_are_listed_by_name_and_images_and_turns_by_number(tmp_path):
+    image = record("x")["images"][0]
+    turn = {"question": "A?", "answer": "yes"}
+    records = []
+    for number in (7, 2, 9, 1, 8, 3, 6, 0, 5, 4):
+        fields = {"kind": f"kind {number}", "images": [image] * number, "history": [turn] * number}
+        records += questions_about(str(number), 1, **fields)
+    _, report = run(tmp_path, records)
+    counts = report.datasets["d"]
+    assert list(counts.samples_by_kind) == [f"kind {number}" for number in range(10)]
+    assert [int(name.partition(" ")[0]) for name in counts.samples_by_images] == list(range(10))
+    assert [int(name.partition(" ")[0]) for name in counts.samples_by_turns] == list(range(1, 11))
+
+
 def test_the_report_lists_the_datasets_by_name_in_any_order_of_the_records(tmp_path):
     names = [f"set{number}" for number in (7, 2, 9, 1, 8, 3, 6, 0, 5, 4)]
     run(tmp_path, [record("a", dataset=name) for name in names])
@@ -387,7 +401,7 @@ def test_records_of_other_datasets_or_programs_are_refused(tmp_path, damage, cod
 
 @pytest.mark.parametrize(
     "section",
-    [{"references_per_question": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}]
+    [{"references_per_question": 0}, {"no_change_share": -0.1}, {"no_change_share": 1.1}, {"seed": -1}]
     + [{"sources": {"d": fault}} for fault in ({"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1})],
 )
 def test_a_section_that_means_nothing_is_refused(section):

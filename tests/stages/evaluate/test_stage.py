@@ -140,6 +140,13 @@ def test_a_page_with_room_for_no_image_has_all_images_in_a_folder(tmp_path: Path
     assert len(list((tmp_path / "out" / "images").iterdir())) == 3 * 6
 
 
+@pytest.mark.parametrize("section", [{"metrics": ()}, {"metrics": ("CIDER",)}, {"gallery": -1}], ids=str)
+def test_a_section_without_a_metric_or_with_a_limit_below_zero_is_refused(section):
+    (field,) = section
+    with pytest.raises(ValueError, match=field):
+        bench.config(**section)
+
+
 def score(metrics: dict[str, Metric]) -> MetricScores:
     pairs = [replace(bench.pair("x", ["x"], []), id="a")]
     return compute_metrics(
