@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 
-from m3diff.datasets.minichange.language import describe_scene, describe_things
+from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, SEPARATOR, describe_scene, describe_things
 from m3diff.datasets.minichange.questions import OBJECTS_PER_QUESTION, ask_for_images, ask_for_objects
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACE_NAMES, SAMPLERS, Level, Mark, Scene, Thing, View
@@ -51,11 +51,13 @@ from m3diff.stages.pretrain.stage import (
     PretrainTask,
     SceneBank,
     Segmentation,
+    ask_without_images,
     classify_points,
     learning_rate_factor,
     make_curriculum,
     orthogonalize,
     pretrain,
+    render_bank,
     train_tokenizer,
 )
 from tests.tiny import BASE, image_inputs, pair_inputs, pair_prompt
@@ -228,6 +230,19 @@ def test_muon_s_iteration_makes_a_matrix_about_orthogonal_in_fp32(shape):
     assert torch.equal(orthogonalize(zeros, COEFFICIENTS, 5, 1e-7), zeros)
 
 
+@pytest.mark.parametrize(
+    ("has_avx512", "has_amx", "is_replaced"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+    ids=["neither", "AVX-512", "AMX"],
+)
+def test_muon_s_iteration_is_replaced_only_if_the_processor_has_no_bf16(has_avx512, has_amx, is_replaced, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(stage.torch_muon, "_zeropower_via_newtonschulz", None)
+    stage.avoid_emulated_bf16()
+    assert stage.torch_muon._zeropower_via_newtonschulz is (orthogonalize if is_replaced else None)
+
+
 MINIMUMS = {"image_px": 32, "vision_px": 8, "patch_px": 4, "segmentation_steps": 0, "first_task_steps": 0}
 MINIMUMS |= {"weight_decay": 0, "threads": 1, "warmup_steps": 1, "steps": 1, "images_per_batch": 1, "held_out": 1}
 MINIMUMS |= {"scenes": 1, "text_layers": 1, "vision_layers": 1, "width": 8}
@@ -239,6 +254,13 @@ def test_parameters_have_a_minimum():
     for field, minimum in {**MINIMUMS, "lr": 1, "lr_matrices": 1}.items():
         with pytest.raises(ValidationError, match=field):
             Pretrain.model_validate(CFG.model_dump() | {field: minimum - 1})
+
+
+def test_a_blip2_has_at_least_one_query_and_two_layers_of_the_qformer():
+    for field, minimum in {"queries": 1, "qformer_layers": 2}.items():
+        assert getattr(Blip2.model_validate(STACKED_BLIP2.model_dump() | {field: minimum}), field) == minimum
+        with pytest.raises(ValidationError, match=field):
+            Blip2.model_validate(STACKED_BLIP2.model_dump() | {field: minimum - 1})
 
 
 @pytest.mark.parametrize("change", [{"levels": []}, {"levels": ["hard"]}, {"tasks": ["image", "poem"]}])
@@ -597,3 +619,106 @@ def test_a_large_gradient_is_scaled_to_a_norm_of_one():
     assert optimizer.take_step(loss) == float(loss.detach())
     squares = [parameter.grad.square().sum() for parameter in model.parameters()]
     assert float(sum(squares)) == pytest.approx(1, abs=1e-3)
+
+
+class Pictures:
+    """An architecture whose encoder reads ones, and that records the number of images in each batch's pictures."""
+
+    def __init__(self) -> None:
+        self.images_per_picture: list[int] = []
+
+    def vision_encoder(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def encode_patches(self, encoder: Any, images: np.ndarray, images_per_picture: int) -> torch.Tensor:
+        self.images_per_picture.append(images_per_picture)
+        return encoder(torch.ones(len(images) // images_per_picture, PATCHES_PER_SIDE**2, CFG.width))
+
+
+@pytest.mark.parametrize(
+    ("blip2", "images_per_picture"),
+    [(STACKED_BLIP2, [2, 1, 2, 1]), (SINGLE["blip2"], [1, 1, 1, 1]), (None, [1, 1, 1, 1])],
+    ids=["stacked", "single", "no BLIP-2"],
+)
+def test_an_encoder_segments_stacked_images_in_every_second_batch_if_asked(blip2, images_per_picture):
+    architecture: Any = Pictures()
+    cfg = CFG.model_copy(update={"segmentation_steps": 4, "images_per_batch": 2, "blip2": blip2})
+    stage._train_encoder_to_segment(architecture, torch.nn.Linear(CFG.width, CFG.width), BANK, cfg)
+    accuracy_of_single_images = [1]
+    assert architecture.images_per_picture == images_per_picture + accuracy_of_single_images
+
+
+class Solver(Letters):
+    """An architecture that predicts every answer, and records what it is asked and whether its encoder learns."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.texts: list[list[str]] = []
+        self.images: list[list[list[float]]] = []
+        self.is_encoder_trained: list[bool] = []
+
+    def vision_encoder(self, model: Any) -> torch.nn.Module:
+        return model["encoder"]
+
+    def compute_logits(self, model: Any, images: Any, images_per_sample: int, ids: Any, is_supervised: Any) -> Any:
+        self.texts.append(["".join(map(chr, row)).rstrip("_") for row in ids.tolist()])
+        self.images.append(images.tolist())
+        self.is_encoder_trained.append(model["encoder"].weight.requires_grad)
+        answers = torch.nn.functional.one_hot(ids.roll(-1, dims=1)[is_supervised], 128)
+        learnable_share = sum(parameter.mean() for parameter in model.parameters())
+        return answers * (10 + learnable_share)
+
+
+def describe_with_solver(**changes: Any) -> tuple[Solver, list[str]]:
+    """Train a toy model for three steps, two of them on the first task. Return its architecture and the log."""
+    architecture: Any = Solver()
+    model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(2, 2), "llm": torch.nn.Linear(2, 2)})
+    cfg = CFG.model_copy(update={"steps": 3, "first_task_steps": 2, "images_per_batch": 2} | changes)
+    return architecture, stage._train_model_to_describe(architecture, model, BANK, cfg).splitlines()
+
+
+def test_the_accuracy_is_the_share_of_held_out_scenes_that_are_described():
+    architecture, log = describe_with_solver()
+    held_out_scenes = BANK.scenes[-BANK.held_out :]
+    assert architecture.texts[-1] == [f"i{DESCRIBE_ONE_IMAGE}{describe_scene(scene)}." for scene in held_out_scenes]
+    assert architecture.images[-1] == BANK.pixels[-BANK.held_out :].tolist()
+    (row,) = csv.DictReader(log)
+    assert row["held_out_scene_accuracy"] == "1.0"
+    assert row["images_seen"] == "6"
+
+
+@pytest.mark.parametrize(
+    ("segmentation_steps", "is_encoder_trained"), [(1, [False, False, True]), (0, [True, True, True])], ids=str
+)
+def test_an_encoder_that_can_segment_is_frozen_for_the_first_task(segmentation_steps, is_encoder_trained):
+    architecture, _ = describe_with_solver(segmentation_steps=segmentation_steps)
+    *steps, _ = architecture.is_encoder_trained
+    assert steps == is_encoder_trained
+
+
+def test_a_scene_depends_only_on_seed_and_number_and_about_a_fifth_are_dark():
+    architecture: Any = SimpleNamespace(prepare_image=np.asarray)
+    changes = {"levels": ("grid", "free"), "image_px": 32, "scenes": 40}
+    bank = render_bank(CFG.model_copy(update=changes), architecture)
+    assert [scene.level for scene in bank.scenes] == ["grid", "free"] * 20
+    dark_scenes = []
+    for scene in bank.scenes:
+        if scene.view.brightness == SAMPLERS[scene.level].dark_brightness:
+            dark_scenes.append(scene)
+    assert 4 <= len(dark_scenes) <= 14
+    smaller_bank = render_bank(CFG.model_copy(update=changes | {"scenes": 3}), architecture)
+    assert smaller_bank.scenes == bank.scenes[:3]
+    assert (smaller_bank.pixels == bank.pixels[:3]).all()
+    other_bank = render_bank(CFG.model_copy(update=changes | {"scenes": 3, "seed": 12}), architecture)
+    assert other_bank.scenes != smaller_bank.scenes
+
+
+def test_a_sentence_without_an_image_has_one_or_more_changes_or_denies_any():
+    rng = np.random.default_rng(0)
+    samples = [ask_without_images(("grid", "free"), rng, []) for _ in range(40)]
+    assert {question for question, _ in samples} == set(QUESTIONS)
+    answers = [answer for _, answer in samples]
+    denials = [answer for answer in answers if answer in NO_CHANGE_SENTENCES]
+    several_changes = [answer for answer in answers if SEPARATOR in answer]
+    assert 2 <= len(denials) <= 12
+    assert 4 <= len(several_changes) <= 20
