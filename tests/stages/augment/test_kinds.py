@@ -176,6 +176,14 @@ def test_two_images_that_make_no_pair_are_counted_by_reason(caption, changes, re
     assert result.dropped_texts == ({"refused": 1} if caption == "a dog" else {})
 
 
+@pytest.mark.parametrize(
+    ("angle", "cosine", "band"), [(360, 1.0, (0.75, 1)), (180, -1.0, (-1, 0.75))], ids=["maximum", "minimum"]
+)
+def test_the_band_includes_both_of_its_cosines(angle, cosine, band):
+    (pair,) = run_neighbours([captioned_image(0, CUP), captioned_image(angle, "two men")], band=band).pairs
+    assert pair.made == {"cosine": cosine}
+
+
 def test_every_candidate_is_made_or_counted_and_equal_images_make_no_pair():
     images = [captioned_image(angle, f"text {angle}") for angle in range(0, 180, 7)]
     result = run_neighbours(images, candidates=5)

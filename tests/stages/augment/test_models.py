@@ -1,24 +1,29 @@
 """The parts of augment that use models: InstructPix2Pix, image features, the search for neighbours, and writers."""
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydantic import ValidationError
 
 from m3diff.datasets.minichange import image_paths
 from m3diff.endpoint.answers import EndpointAnswer
 from m3diff.images.open import ImageError
 from m3diff.models.device import Device
+from m3diff.models.foreign_code import ForeignCodeError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.augment import weights as module
 from m3diff.stages.augment.params import EndpointWriterSettings, FeatureModel, InstructPix2Pix
 from m3diff.stages.augment.weights import Features, Pix2PixEditor, find_nearest, size_for_editor
 from m3diff.stages.augment.writers import LanguageModel, read_texts, select_texts
 from tests.chat import chat_server
+from tests.errors import raises
 from tests.stages.augment.toys import BASE, clip, draw, instruct_pix2pix, siglip
 
 CPU = Device(gpu=False, precision="fp32")
@@ -93,6 +98,57 @@ def test_a_missing_model_another_model_and_a_bad_image_are_refused(folders, tmp_
         Features(FeatureModel(kind="encoder", model=BASE, sha256="1" * 64), CPU)
     with pytest.raises(ImageError):
         Features(FeatureModel(kind="encoder", model=BASE), CPU).features([tmp_path / "no.png"])
+
+
+def test_a_pipeline_that_names_foreign_code_is_refused(tmp_path):
+    component = ["evil", "Evil"]
+    (tmp_path / "model_index.json").write_text(json.dumps({"unet": component}))
+    with raises(ForeignCodeError, "models.field_names_code", field="unet", value=component):
+        _ = editor(tmp_path).pipeline
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [(True, torch.float16), (False, torch.float32)], ids=["GPU", "CPU"])
+def test_a_pipeline_has_half_precision_on_a_gpu_and_is_read_from_safetensors(gpu, dtype, tmp_path, monkeypatch):
+    from diffusers import StableDiffusionInstructPix2PixPipeline
+
+    (tmp_path / "model_index.json").write_text("{}")
+    options: dict[str, Any] = {}
+
+    class Pipeline:
+        def to(self, device: torch.device) -> "Pipeline":
+            return self
+
+        def set_progress_bar_config(self, disable: bool) -> None: ...
+
+    def load(folder: str, **load_options: Any) -> Pipeline:
+        options.update(load_options)
+        return Pipeline()
+
+    monkeypatch.setattr(StableDiffusionInstructPix2PixPipeline, "from_pretrained", load)
+    device: Any = SimpleNamespace(gpu=gpu, torch=torch.device("meta"))
+    _ = Pix2PixEditor(InstructPix2Pix(kind="instruct_pix2pix", model=tmp_path), device).pipeline
+    assert options["torch_dtype"] == dtype
+    assert options["use_safetensors"] is True
+    assert options["local_files_only"] is True
+    assert options["trust_remote_code"] is False
+
+
+EDITOR_MINIMUMS = {"steps": 1, "guidance": 1, "image_guidance": 1, "image_px": 8}
+WRITER_MINIMUMS = {"timeout_s": 1, "max_tokens": 1}
+
+
+def test_settings_of_editors_and_writers_have_a_minimum():
+    editor_fields = {"kind": "instruct_pix2pix", "model": BASE}
+    writer_fields = {"kind": "endpoint", "url": "http://127.0.0.1:1/v1", "model": "m"}
+    sections = [
+        (InstructPix2Pix, editor_fields, EDITOR_MINIMUMS),
+        (EndpointWriterSettings, writer_fields, WRITER_MINIMUMS),
+    ]
+    for section, fields, minimums in sections:
+        for field, minimum in minimums.items():
+            assert getattr(section.model_validate(fields | {field: minimum}), field) == minimum
+            with pytest.raises(ValidationError, match=field):
+                section.model_validate(fields | {field: minimum - 1})
 
 
 def test_the_bases_features_put_the_same_scene_above_another_one(images):

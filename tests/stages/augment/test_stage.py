@@ -271,6 +271,14 @@ def test_only_reasons_that_are_faults_of_the_source_have_an_example():
     assert list(report.reasons()) == ["1,200: too unlike", "1: no caption; the first: row 7"]
 
 
+def test_the_report_lists_reasons_by_name_whichever_occurred_first():
+    rejected = Counter({"too unlike": 3, "image cannot be read": 1, "same image": 2, "none of these": 0})
+    dropped_texts = Counter({"repeated": 1, "empty": 1, "unreadable": 1})
+    report = stage._make_report("made", "edits", stage.AugmentResult(rejected=rejected, dropped_texts=dropped_texts))
+    assert list(report.rejected) == ["image cannot be read", "same image", "too unlike"]
+    assert list(report.dropped_texts) == ["empty", "repeated", "unreadable"]
+
+
 def test_answers_of_an_endpoint_are_kept_and_no_question_is_repeated(raw, tmp_path):
     reports = []
     request_counts = []
