@@ -270,6 +270,20 @@ def test_a_registration_that_mlflow_keeps_refusing_is_tried_three_times(open_reg
     assert len(tries) == 3
 
 
+def test_no_further_try_is_made_once_mlflow_is_silent(open_registry, monkeypatch):
+    tries = []
+
+    def lose_connection(*arguments: Any) -> None:
+        tries.append(arguments)
+        mlflow.set_tracking_uri(f"http://127.0.0.1:{free_port()}")
+        raise MlflowException("the connection was lost")
+
+    monkeypatch.setattr(stage, "find_or_create", lose_connection)
+    with raises(tracking.TrackingUnavailableError, "registry.mlflow_not_answering"):
+        open_registry.register()
+    assert len(tries) == 1
+
+
 @pytest.fixture
 def training_run(open_registry) -> Run:
     """Return the run that training created and to which evaluate logged scores."""
@@ -580,6 +594,12 @@ def test_a_row_that_the_model_cannot_answer_is_refused(row, takes, code):
     model = pyfunc_with(Recorder(takes=takes))
     with raises(ValueFault, code):
         model.predict(None, pd.DataFrame([row]))
+
+
+@pytest.mark.parametrize(("side", "missing_side"), [("before", "after"), ("after", "before")])
+def test_the_side_that_a_pair_lacks_is_named(side, missing_side):
+    with raises(ValueFault, "registry.one_side_of_a_pair", key=missing_side):
+        pyfunc_with(Recorder()).predict(None, pd.DataFrame([{side: "a.png"}]))
 
 
 SIGNED_ROWS = {
