@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.commands.inspect import check
-from m3diff.records.errors import DataError, is_utf8, shell_word
+from m3diff.records.errors import DataError, command_to_read_again, is_utf8, shell_word
 from m3diff.serving.caption import find_inputs
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
@@ -90,3 +90,8 @@ def test_a_path_is_one_word_of_a_shell(case):
         assert shell_word(path) == word
     else:
         assert is_utf8(path)
+
+
+def test_dvc_reads_a_file_again_by_its_name_and_a_folder_by_all_of_its_files(tmp_path):
+    assert command_to_read_again(tmp_path / "a.png") == f"`touch -c {tmp_path}/a.png && dvc repro`"
+    assert command_to_read_again(tmp_path) == f"`find -L {tmp_path} -type f -exec touch -c {{}} + && dvc repro`"

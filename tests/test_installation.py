@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from m3diff.records import installation
 from m3diff.records.installation import version_number, wheel_file
 from tests.toy import REPOSITORY
 
@@ -16,6 +17,12 @@ def test_the_version_of_a_checkout_is_not_that_of_outdated_metadata(monkeypatch)
     monkeypatch.setattr(metadata, "version", lambda name: "0.0.1")
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
     assert version_number() == project["version"]
+
+
+def test_the_version_of_a_wheel_is_that_of_its_metadata(monkeypatch, tmp_path):
+    monkeypatch.setattr(installation, "PROFILES", tmp_path)
+    monkeypatch.setattr(metadata, "version", {"m3diff": "4.5.6"}.__getitem__)
+    assert version_number() == "4.5.6"
 
 
 WHEEL = "m3diff-4.5.6-py3-none-any.whl"

@@ -428,6 +428,11 @@ NO_PICTURES = {
     "gzip": (b"\x1f\x8b\x08" + bytes(30), Fault("images.archive", kind="compressed by gzip")),
     "a video": (b"\0\0\0\x20ftypisom" + bytes(30), Fault("images.video")),
     "AVI": (b"RIFF" + bytes(4) + b"AVI " + bytes(30), Fault("images.video")),
+    "tar": (b"a.png" + bytes(252) + b"ustar\x0000" + bytes(30), Fault("images.archive", kind="a tar archive")),
+    "DICOM": (bytes(128) + b"DICM" + bytes(30), Fault("images.format_not_read", kind="DICOM")),
+    "XML": (b'<?xml version="1.0"?><a></a>', Fault("images.xml")),
+    "JSON cut off": (b'{"error": ', Fault("images.text", kind="JSON", excerpt='{"error":')),
+    "text in brackets": (b"[not found]", Fault("images.text", kind="text", excerpt="[not found]")),
     "Matroska": (b"\x1aE\xdf\xa3" + bytes(30), Fault("images.video")),
     "NumPy": (b"\x93NUMPY\1\0" + bytes(30), Fault("images.format_not_read", kind="an array of NumPy")),
     "zero bytes": (bytes(5000), Fault("images.only_zero_bytes")),
@@ -463,6 +468,21 @@ def test_a_file_that_is_no_picture_is_called_what_it_is(content: str, tmp_path: 
     with raises(ImageError, fault.code) as refused:
         load_image(tmp_path / "a.png")
     assert refused.value.fault == fault.at(path=str(tmp_path / "a.png"))
+
+
+UNKNOWN = {
+    "sound in the container of AVI": b"RIFF" + bytes(4) + b"WAVE" + bytes(30),
+    "a picture cut off in the container of AVI": b"RIFF" + bytes(4) + b"WEBP",
+    "numbers": bytes(range(256)),
+    "text with a zero byte": b"Not\0found",
+    "text with a control character": b"Not\x01found",
+    "white space": b" \n",
+}
+
+
+@pytest.mark.parametrize("content", UNKNOWN)
+def test_a_file_of_an_unknown_kind_is_called_nothing_in_particular(content: str, tmp_path: Path) -> None:
+    assert checked(UNKNOWN[content], tmp_path)["code"] == "images.unknown_format"
 
 
 def test_what_is_transparent_is_white_under_a_profile_too() -> None:

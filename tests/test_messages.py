@@ -209,6 +209,11 @@ def test_a_location_is_added_to_a_fault_and_does_not_replace_its_own() -> None:
     assert fault == Fault("images.video", path="inner.png", row=3)
 
 
+def test_the_representation_of_a_fault_creates_it_again() -> None:
+    fault = Fault("images.video", path="a.png", row=3)
+    assert repr(fault) == "Fault('images.video', {'path': 'a.png', 'row': 3})"
+
+
 def test_an_absent_field_or_an_unknown_code_hides_no_fault() -> None:
     assert "<kind>" in str(Fault("images.archive"))
     assert str(Fault("images.no_such_code", path="a.png", size=3)) == "a.png: images.no_such_code size=3"

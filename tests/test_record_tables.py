@@ -1,6 +1,8 @@
 """Tables of records: folders of parts, cut between image sets."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import polars as pl
 import pyarrow as pa
@@ -9,7 +11,15 @@ import pytest
 
 from m3diff.records import tables
 from m3diff.records.errors import DataError
-from m3diff.records.tables import iterate_parts, load_table, part_bounds, part_paths, read_table, write_table
+from m3diff.records.tables import (
+    iterate_parts,
+    load_table,
+    part_bounds,
+    part_paths,
+    read_table,
+    write_parts,
+    write_table,
+)
 from tests.errors import raises
 
 
@@ -54,6 +64,29 @@ def test_a_table_is_read_as_it_was_written_by_every_program(tmp_path, monkeypatc
         rows.to_pydict()
     )
     assert read_table(tmp_path / "x=1", ["number"], [("image_set", "=", "a")]).to_pydict() == {"number": [0, 1]}
+
+
+def test_a_table_of_no_parts_is_an_empty_folder(tmp_path):
+    write_parts([], tmp_path / "records")
+    assert list((tmp_path / "records").iterdir()) == []
+
+
+def test_a_part_is_not_computed_before_the_part_two_before_it_is_on_disk(tmp_path, monkeypatch):
+    third_is_computed = Event()
+    computed_early = []
+
+    def write_slowly(part: pa.Table, file: Path) -> None:
+        if file.name == "00000.parquet":
+            computed_early.append(third_is_computed.wait(timeout=0.05))
+
+    def compute_parts() -> Iterator[pa.Table]:
+        yield from [rows_of("a"), rows_of("b")]
+        third_is_computed.set()
+        yield rows_of("c")
+
+    monkeypatch.setattr(tables, "_write_part", write_slowly)
+    write_parts(compute_parts(), tmp_path / "records")
+    assert computed_early == [False]
 
 
 def test_a_shorter_table_leaves_no_part_of_the_longer_one(tmp_path, monkeypatch):
