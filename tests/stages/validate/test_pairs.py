@@ -1,7 +1,7 @@
 """Pairs that do not show the change in their captions are quarantined, or counted in a finding."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,17 @@ import polars as pl
 import pytest
 from PIL import Image, ImageDraw
 
+from m3diff.images.check import COLOR, GREY, OK
 from m3diff.stages.validate.no_change import captions_describe_change, says_nothing_changed
+from m3diff.stages.validate.pairs import (
+    PLAIN_CELLS,
+    PLAIN_LEVELS,
+    UNIFORM_CELLS,
+    UNIFORM_LEVELS,
+    UNLIKE_LEVELS,
+    list_findings,
+)
+from m3diff.stages.validate.twins import select_valid_pairs
 from tests.layouts import run_ingest, run_validate
 from tests.test_image_comparison import draw_scene, shift_region
 
@@ -33,6 +43,7 @@ from tests.test_image_comparison import draw_scene, shift_region
         *("no objects were added, removed or moved", "the two images are the same, with no objects added"),
         *("The scene is the same: a cube and a sphere", "it now looks the same as before", "no new houses appeared"),
         *("there are two cars in both images, nothing has changed", "the trees remain and the road has not changed"),
+        *("None.", "Same!", '"The images are identical."', "'n/a'"),
     ],
 )
 def test_sentences_that_deny_a_change_are_recognized(caption):
@@ -181,6 +192,61 @@ def test_a_finding_counts_the_pairs_by_the_property_that_differs(tmp_path, quick
     assert "2 in size" in finding.sentence
     assert "1 in mode" in finding.sentence
     assert "aspect" not in finding.sentence
+
+
+DRAWINGS = [drawing.tobytes() for drawing in np.random.default_rng(5).integers(0, 256, (121, 64), dtype=np.uint8)]
+
+
+def findings_of_thumbs(thumbs: Sequence[tuple[bytes, bytes]], color: str = GREY) -> list[tuple[str, int]]:
+    """Return the kinds and counts of the findings of pairs with these thumbnails.
+
+    All images before are different files. Images after with equal thumbnails are the same file.
+    """
+    images = []
+    records = []
+    for number, (before, after) in enumerate(thumbs):
+        shape = {"verdict": OK, "width": 80, "height": 80, "bits": 8, "color": color}
+        images.append({"path": f"{number}.png", "digest": number.to_bytes(32), "thumb": before, **shape})
+        images.append({"path": f"{after.hex()}.png", "digest": after, "thumb": after, **shape})
+        record = {"id": str(number), "image_set": str(number), "dataset": "own", "split": "train", "question": None}
+        paths = {"image_1": f"{number}.png", "image_2": f"{after.hex()}.png", "image_1_sha256": number.to_bytes(32)}
+        records.append({**record, **paths, "source": f"row {number}"})
+    image_table = pl.DataFrame(images).unique("path", maintain_order=True)
+    table = pl.DataFrame(records, schema_overrides={"question": pl.String})
+    likeness = pl.DataFrame(schema={"row": pl.UInt32, "likeness": pl.String, "no_change_reason": pl.String})
+    no_rows = pl.DataFrame(schema={"row": pl.UInt32})
+    pairs = select_valid_pairs(table, image_table)
+    return [(finding.kind, finding.count) for finding in list_findings(pairs, likeness, no_rows, table, image_table)]
+
+
+@pytest.mark.parametrize(("count", "findings"), [(6, [("placeholders", 6)]), (5, [])])
+def test_a_picture_after_a_tenth_of_the_pairs_is_frequent(count, findings):
+    logo = DRAWINGS[60]
+    thumbs = [(DRAWINGS[n], logo if n < count else DRAWINGS[61 + n]) for n in range(60)]
+    assert findings_of_thumbs(thumbs) == findings
+
+
+@pytest.mark.parametrize(("difference", "findings"), [(UNLIKE_LEVELS, []), (UNLIKE_LEVELS + 1, [("placeholders", 3)])])
+def test_a_plain_picture_after_images_of_about_its_level_is_no_placeholder(difference, findings):
+    assert findings_of_thumbs([(bytes([100 + difference] * 64), bytes([100] * 64))] * 3) == findings
+
+
+PLAIN = {
+    "grey": (GREY, PLAIN_CELLS, PLAIN_LEVELS, True),
+    "grey, of fewer equal cells": (GREY, PLAIN_CELLS - 1, PLAIN_LEVELS, False),
+    "grey, of levels further apart": (GREY, PLAIN_CELLS, PLAIN_LEVELS + 1, False),
+    "coloured": (COLOR, PLAIN_CELLS, PLAIN_LEVELS, False),
+    "uniform in colour": (COLOR, UNIFORM_CELLS, UNIFORM_LEVELS, True),
+    "coloured, of fewer equal cells": (COLOR, UNIFORM_CELLS - 1, UNIFORM_LEVELS, False),
+    "coloured, of levels further apart": (COLOR, UNIFORM_CELLS, UNIFORM_LEVELS + 1, False),
+}
+
+
+@pytest.mark.parametrize(("color", "cells", "levels", "is_plain"), PLAIN.values(), ids=PLAIN)
+def test_a_placeholder_is_plain_and_a_coloured_one_is_nearly_uniform(color, cells, levels, is_plain):
+    picture = bytes([100] * 40 + [100 + levels] * (cells - 40) + [250] * (64 - cells))
+    thumbs = [(before, picture) for before in DRAWINGS[:3]]
+    assert findings_of_thumbs(thumbs, color) == [("placeholders", 3)] * is_plain
 
 
 def test_one_before_image_in_train_and_test_is_counted(tmp_path, quick):
