@@ -42,6 +42,7 @@ NEVER_PAIRED = {
     "as many, but other ones": (["1", "2", "3"], ["1", "2", "4"]),
     "other scenes": (["scene5_1", "scene5_2"], ["scene7_1", "scene7_2"]),
     "other scenes that look like an order": (["scene1_7", "scene1_8"], ["scene2_7", "scene2_8"]),
+    "other scenes without a word that look like an order": (["1_7", "1_8"], ["2_7", "2_8"]),
     "other cameras behind": (["1_5", "2_5"], ["1_7", "2_7"]),
     "a scene's number on one side": (["1", "2"], ["5_1", "5_2"]),
     "a number more on one side": (["5_1", "5_2"], ["5_1_1", "5_1_2"]),

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from m3diff.datasets import DATASETS, levir_cc, omnidiff, pairs
-from m3diff.datasets.files import Embedded, columns_in, describe, look_up, pick
+from m3diff.datasets.files import Embedded, columns_in, describe, look_up, pick, read_text
 from m3diff.records.errors import DataError, Fault
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
@@ -309,7 +309,7 @@ BROKEN: dict[str, list[Change]] = {
         lines(TRAIN, "0 <INSTRUCT> a", "5 <INSTRUCT> b", "x <INSTRUCT> c", "10 d"),
         lines(TEST, "3 <INSTRUCT> a", "add a goat", "0 <INSTRUCT> b"),
         update(VARIANTS, lambda texts: texts.update({"0": texts.pop("0 ")})),
-        update("splits.json", lambda splits: splits["validation"].append("1")),
+        update("splits.json", lambda splits: splits["validation"].extend(["1", 64])),
     ],
 }
 # One line per fault: reader, name, split, source, code, key, and the value or the file
@@ -372,6 +372,7 @@ syned: None None {TRAIN}, line 3: unexpected_value line text 'x <INSTRUCT> c'
 syned: None None {TRAIN}, line 4: unexpected_value line text '10 d'
 syned: validation-2 train splits.json, 2: no_line_for_pair instruction {TRAIN}
 syned: validation-10 val splits.json, 10: no_line_for_pair instruction {TRAIN}
+syned: validation-64 val splits.json, 64: no_line_for_pair instruction {TRAIN}
 syned: test-3 test {TEST}, line 1: unexpected_value {VARIANTS} '3 ' null
 syned: None test {TEST}, line 2: unexpected_value line text 'add a goat'
 syned: test-0 test {TEST}, line 3: unexpected_value {VARIANTS} '0 ' null
@@ -406,6 +407,7 @@ REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
     ("clevr_change", put(TYPES, {"color": "a.png"}), "unexpected_value", TYPES, {"value": "text 'a.png'"}),
     ("clevr_change", put(TYPES, {"color": [3]}), "unexpected_value", TYPES, {"key": "color", "value": "a list [3]"}),
     ("clevr_change", cut(CAPTIONS, 0), "empty_file", CAPTIONS, {}),
+    ("clevr_change", lines(CAPTIONS, "\N{ZERO WIDTH NO-BREAK SPACE} ", ""), "empty_file", CAPTIONS, {}),
     *(("clevr_change", cut(CAPTIONS, keep), "invalid_json", CAPTIONS, {"line": 1}) for keep in (1, 40, -1)),
     ("levir_cc", put(LEVIR, {"image": []}), "no_list_of_images", LEVIR, {"key": "images", "value": "null"}),
     ("emu_edit", WITHOUT_EDITED, "missing_columns", f"data/{EMU}", {"names": ["edited_image"]}),
@@ -438,6 +440,23 @@ def test_a_file_that_cannot_be_trusted_is_refused_by_name(tmp_path, reader, chan
     change(root)
     with raises(DataError, f"datasets.{code}", path=root / file, **fields):
         list(DATASETS[reader].read(root))
+
+
+@pytest.mark.parametrize(
+    ("start", "code", "command"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "files.pointer_of_git_lfs", "git -C '{folder}' lfs pull"),
+        (b"PAR1", "files.parquet", "mv '{file}' '{file}'.parquet"),
+        (b"\x1f\x8b", "files.gzip", "mv '{file}' '{file}'.gz && gunzip '{file}'.gz"),
+        (b"PK\3\4", "files.archive_or_spreadsheet", ""),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_the_command_that_mends_it(tmp_path, start, code, command):
+    file = tmp_path / "of 2026" / "pairs.csv"
+    file.parent.mkdir()
+    file.write_bytes(start + b"...")
+    with raises(DataError, code, path=file, command=command.format(file=file, folder=file.parent)):
+        read_text(file)
 
 
 # Pairs of each toy that validate finds good; one of IEdit's is a test pair's, and Syned's images are Emu Edit's
@@ -819,6 +838,13 @@ def test_files_of_a_pattern_are_named_with_their_folder(tmp_path):
     assert [row.source for row in read(tmp_path, **options)] == ["x/p.jsonl, line 1", "y/p.jsonl, line 1"]
     (tmp_path / "p[1].jsonl").write_text(json.dumps(PLAIN[0]))
     assert len(read(tmp_path, manifest="p[1].jsonl")) == 1
+
+
+def test_files_of_a_pattern_are_read_in_the_order_of_their_names(tmp_path):
+    names = [f"{number:02}.csv" for number in range(20)]
+    for name in names[10:] + names[:10]:
+        (tmp_path / name).touch()
+    assert [path.name for path in pairs.files_called(tmp_path, "*.csv")] == names
 
 
 def test_one_pair_in_two_splits_is_a_contradiction(tmp_path):

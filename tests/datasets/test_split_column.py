@@ -153,6 +153,12 @@ def test_a_column_that_is_not_read_is_named(tmp_path):
     assert "not read: Teil" not in notes
 
 
+def test_a_single_file_of_one_split_is_read_as_a_whole(tmp_path):
+    guessed = write(tmp_path, {"id": ["1"]}, "train.csv")
+    assert guessed.options["manifest"] == "train.csv"
+    assert guessed.doubts == []
+
+
 def test_files_of_train_and_eval_are_asked_which_split_eval_is(tmp_path):
     write(tmp_path, {"id": ["1"]}, "train.csv")
     guessed = write(tmp_path, {"id": ["2"]}, "eval.csv")

@@ -10,7 +10,14 @@ import pytest
 
 from m3diff.commands.score.predictions import read_predictions
 from m3diff.datasets.guess import guess_table
-from m3diff.datasets.tables import delimiter_of, find_image_columns, images_of, read_image_pairs, read_sample
+from m3diff.datasets.tables import (
+    delimiter_of,
+    find_image_columns,
+    images_of,
+    names_of,
+    read_image_pairs,
+    read_sample,
+)
 from m3diff.records.errors import DataError, Fault
 from m3diff.serving.caption import find_inputs
 from tests.errors import raises
@@ -179,3 +186,26 @@ def test_only_known_lists_in_json_are_lists_in_a_sample(tmp_path):
     values = read_sample(tmp_path / "t.csv").values()
     known_lists = ["talk", "history", "images"]
     assert values == {name: [cells[name] if name in known_lists else texts[name]] for name in cells}
+
+
+NAMES = {
+    "the images before": (["x/1.png y/1.png", "x/2.png y/2.png"], ["1", "2"]),
+    "with the folders that tell them apart": (
+        ["/data/a/1.png /data/b/1.png", "/data/c/1.png /data/b/1.png", "2.png 3.png"],
+        ["a/1", "c/1", "2"],
+    ),
+    "with the image after": (["x/1.png y/2.png", "x/1.png y/3.png"], ["1-2", "1-3"]),
+    "with the row of a pair that occurs twice": (["1.png 2.png"] * 2, ["1-2-row-00001", "1-2-row-00002"]),
+    "without names that differ only in case": (["x/A.png b.png", "y/a.png b.png"], ["x/A", "y/a"]),
+    "without names of other pairs": (
+        ["a-b.png c.png", "a.png b.png", "a.png c.png"],
+        ["a-b", "a-b-row-00002", "a-c"],
+    ),
+    "without the way to the folder": (["../1.png 2.png", "../x/1.png 2.png"], ["1-2", "x/1"]),
+}
+
+
+@pytest.mark.parametrize(("pairs", "names"), NAMES.values(), ids=NAMES)
+def test_each_pair_has_the_shortest_name_that_no_other_pair_has(pairs, names):
+    before_and_after = [pair.split(" ") for pair in pairs]
+    assert names_of([(Path(before), Path(after)) for before, after in before_and_after]) == names

@@ -166,6 +166,8 @@ REPEATS = {
     "white space alone": ([" "] * 12 + VARIED, 0),
     "two fifths": (["the scene differs"] * 8 + VARIED, 8),
     "each of two texts on exactly half of the pairs": (["the lamp is gone", "a car left"] * 8, 8),
+    "a fifth": (["the lamp is gone"] * 8 + [f"the car {number} left" for number in range(32)], 8),
+    "three times the mean": (["the lamp is gone"] * 9 + VARIED[:6] * 2, 9),
     "a few of many": (["the lamp is gone"] * 8 + VARIED * 4, 0),
     "a small set": (["the lamp is gone"] * 15, 0),
     "no change": (["there is no difference"] * 12 + VARIED, 0),
@@ -196,6 +198,12 @@ def test_pairs_without_a_caption_are_left_out_with_a_count_and_the_first(tmp_pat
     root = write_table(tmp_path / "own", 4, captions=lambda n: "n/a" if n in (1, 2) else f"it fell {n}")
     run_ingest(root, "pairs", "own", no_caption=["n/a"])
     assert "2 pairs without a caption are left out; the first is pairs.csv, line 3" in capsys.readouterr().out
+
+
+def test_a_dataset_whose_pairs_have_no_caption_is_refused(tmp_path):
+    root = write_table(tmp_path / "own", 3, captions=lambda n: "n/a")
+    with raises(DataError, "ingest.no_captioned_pair", dataset="own", path=root):
+        run_ingest(root, "pairs", "own", no_caption=["n/a"])
 
 
 def test_a_test_split_asks_and_a_training_split_is_counted(tmp_path, capsys):

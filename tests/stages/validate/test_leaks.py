@@ -9,8 +9,9 @@ import polars as pl
 import pytest
 from PIL import Image, ImageFilter
 
+from m3diff.images.check import OK
 from m3diff.records.errors import DataError
-from m3diff.stages.validate.twins import LOOKS_THE_SAME, find_twins, select_valid_pairs
+from m3diff.stages.validate.twins import LOOKS_THE_SAME, find_twins, select_valid_pairs, select_valid_singles
 from tests.errors import raises
 from tests.layouts import (
     judge_by_polars_alone,
@@ -119,6 +120,17 @@ def pairs_of(thumbs: np.ndarray, tests: int) -> pl.DataFrame:
     split = ["test" if n < tests else "train" for n in range(len(thumbs))]
     records = pl.DataFrame({"id": paths[::2], "split": split, "image_1": paths[::2], "image_2": paths[1::2]})
     return select_valid_pairs(records, images)
+
+
+def test_valid_pairs_and_single_images_stay_in_the_order_of_their_records():
+    order = np.random.default_rng(0).permutation(60).tolist()
+    images = pl.DataFrame({"path": [f"{n}.png" for n in order], "digest": [bytes([n]) for n in order]})
+    images = images.with_columns(thumb=pl.lit(bytes(64)), verdict=pl.lit(OK))
+    names = [f"{n}.png" for n in range(10)]
+    records = pl.DataFrame({"id": names, "image_1": names, "image_2": names[::-1]})
+    records = records.with_columns(split=pl.lit("train"), image_count=1)
+    assert select_valid_pairs(records, images)["id"].to_list() == names
+    assert select_valid_singles(records, images)["id"].to_list() == names
 
 
 def fixed_camera(pairs: int, noise: int) -> np.ndarray:

@@ -12,11 +12,13 @@ from PIL import Image, ImageDraw
 from m3diff.images.check import COLOR, GREY, OK
 from m3diff.stages.validate.no_change import captions_describe_change, says_nothing_changed
 from m3diff.stages.validate.pairs import (
+    LISTED_ROWS,
     PLAIN_CELLS,
     PLAIN_LEVELS,
     UNIFORM_CELLS,
     UNIFORM_LEVELS,
     UNLIKE_LEVELS,
+    Finding,
     list_findings,
 )
 from m3diff.stages.validate.twins import select_valid_pairs
@@ -192,13 +194,14 @@ def test_a_finding_counts_the_pairs_by_the_property_that_differs(tmp_path, quick
     assert "2 in size" in finding.sentence
     assert "1 in mode" in finding.sentence
     assert "aspect" not in finding.sentence
+    assert finding.first == ["pairs.csv, line 2", "pairs.csv, line 3", "pairs.csv, line 4"]
 
 
 DRAWINGS = [drawing.tobytes() for drawing in np.random.default_rng(5).integers(0, 256, (121, 64), dtype=np.uint8)]
 
 
-def findings_of_thumbs(thumbs: Sequence[tuple[bytes, bytes]], color: str = GREY) -> list[tuple[str, int]]:
-    """Return the kinds and counts of the findings of pairs with these thumbnails.
+def findings_of_thumbs(thumbs: Sequence[tuple[bytes, bytes]], color: str = GREY) -> list[Finding]:
+    """Return the findings of pairs with these thumbnails.
 
     All images before are different files. Images after with equal thumbnails are the same file.
     """
@@ -216,19 +219,28 @@ def findings_of_thumbs(thumbs: Sequence[tuple[bytes, bytes]], color: str = GREY)
     likeness = pl.DataFrame(schema={"row": pl.UInt32, "likeness": pl.String, "no_change_reason": pl.String})
     no_rows = pl.DataFrame(schema={"row": pl.UInt32})
     pairs = select_valid_pairs(table, image_table)
-    return [(finding.kind, finding.count) for finding in list_findings(pairs, likeness, no_rows, table, image_table)]
+    return list_findings(pairs, likeness, no_rows, table, image_table)
 
 
-@pytest.mark.parametrize(("count", "findings"), [(6, [("placeholders", 6)]), (5, [])])
-def test_a_picture_after_a_tenth_of_the_pairs_is_frequent(count, findings):
+@pytest.mark.parametrize(("count", "counts"), [(6, [6]), (5, [])])
+def test_a_picture_after_a_tenth_of_the_pairs_is_frequent(count, counts):
     logo = DRAWINGS[60]
     thumbs = [(DRAWINGS[n], logo if n < count else DRAWINGS[61 + n]) for n in range(60)]
-    assert findings_of_thumbs(thumbs) == findings
+    assert [finding.count for finding in findings_of_thumbs(thumbs)] == counts
 
 
-@pytest.mark.parametrize(("difference", "findings"), [(UNLIKE_LEVELS, []), (UNLIKE_LEVELS + 1, [("placeholders", 3)])])
-def test_a_plain_picture_after_images_of_about_its_level_is_no_placeholder(difference, findings):
-    assert findings_of_thumbs([(bytes([100 + difference] * 64), bytes([100] * 64))] * 3) == findings
+@pytest.mark.parametrize(("difference", "counts"), [(UNLIKE_LEVELS, []), (UNLIKE_LEVELS + 1, [3])])
+def test_a_plain_picture_after_images_of_about_its_level_is_no_placeholder(difference, counts):
+    findings = findings_of_thumbs([(bytes([100 + difference] * 64), bytes([100] * 64))] * 3)
+    assert [finding.count for finding in findings] == counts
+
+
+def test_a_finding_lists_its_first_rows():
+    thumbs = [(before, bytes([100] * 64)) for before in DRAWINGS[: 2 * LISTED_ROWS]]
+    (finding,) = findings_of_thumbs(thumbs)
+    assert finding.kind == "placeholders"
+    assert finding.count == 2 * LISTED_ROWS
+    assert finding.first == [f"row {number}" for number in range(LISTED_ROWS)]
 
 
 PLAIN = {
@@ -246,7 +258,7 @@ PLAIN = {
 def test_a_placeholder_is_plain_and_a_coloured_one_is_nearly_uniform(color, cells, levels, is_plain):
     picture = bytes([100] * 40 + [100 + levels] * (cells - 40) + [250] * (64 - cells))
     thumbs = [(before, picture) for before in DRAWINGS[:3]]
-    assert findings_of_thumbs(thumbs, color) == [("placeholders", 3)] * is_plain
+    assert [finding.count for finding in findings_of_thumbs(thumbs, color)] == [3] * is_plain
 
 
 def test_one_before_image_in_train_and_test_is_counted(tmp_path, quick):
@@ -258,6 +270,7 @@ def test_one_before_image_in_train_and_test_is_counted(tmp_path, quick):
     assert finding.kind == "before_in_several_splits"
     assert finding.count == 1
     assert "1 image is in both train (3 pairs) and test (1 pair)" in finding.sentence
+    assert finding.first == [f"pairs.csv, line {line}" for line in (2, 3, 4, 7)]
 
 
 def test_comparisons_are_cached_by_content_and_a_broken_cache_changes_nothing(tmp_path, quick, monkeypatch):

@@ -23,6 +23,7 @@ from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rule_texts import RULE_TEXTS
 from m3diff.stages.validate.rules import build_rules
 from m3diff.stages.validate.stage import SplitRows, _build_report
+from m3diff.stages.validate.suite import run_suite
 from tests.errors import Message
 from tests.layouts import (
     edit_json,
@@ -201,6 +202,17 @@ def test_both_engines_agree_on_the_rows_that_break_each_rule(tmp_path):
     assert report.quarantined == 9
     assert report.leaks == 1
     assert report.bad_images == 1
+
+
+def test_great_expectations_counts_pairs_and_shows_no_progress(capsys):
+    facts = pl.DataFrame({"dataset": ["a", "a"], "own_split": ["train", "test"], "is_counted": [1, 0]})
+    results, miscounts = run_suite(facts, [], {"a": {"train": 1, "test": 2}})
+    assert [(result.dataset, result.rule, result.row_count) for result in results if result.is_met] == [
+        ("all", "rows", 2),
+        ("a", "pairs of train", 1),
+    ]
+    assert miscounts == [Fault("validate.unexpected_count", dataset="a", split="test", value=0, expected=2)]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_missing_file_and_a_broken_file_break_different_rules(raw):
