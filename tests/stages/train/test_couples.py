@@ -329,6 +329,12 @@ def test_two_long_captions_of_one_image_are_no_couple():
         check_samples(samples, "train", "toy", Takes(), processor_of_words(), longest - 1)
 
 
+def test_a_single_image_alone_makes_no_couple_that_could_be_too_long():
+    samples = samples_of({"singles": 1})
+    length_alone = 10 + 3 + 2  # the image, the words of the question, and those of the answer
+    check_samples(samples, "train", "toy", Takes(), processor_of_words(), length_alone)
+
+
 # Runs
 
 RUN = COMPUTE | {"checkpoint_every_steps": 3, "epochs": 1.5, "micro_batch": 4}

@@ -21,7 +21,13 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.train import image_figures, image_sizes
 from m3diff.stages.train.batches import SCHEMA, Couple, Loader, Samples
 from m3diff.stages.train.image_figures import measure_images
-from m3diff.stages.train.image_sizes import find_longest_sample, read_sizes, rows_by_sizes
+from m3diff.stages.train.image_sizes import (
+    LongestSample,
+    fault_of_long_sample,
+    find_longest_sample,
+    read_sizes,
+    rows_by_sizes,
+)
 from m3diff.stages.train.job import WorkerContext
 from m3diff.stages.train.loop import COUNTED_SEQUENCES_WITH_IMAGES, Training
 from m3diff.stages.train.sample_checks import check_samples
@@ -76,6 +82,37 @@ def test_the_longest_sample_has_exactly_the_tokens_of_its_own_images(tmp_path, p
     check_samples(samples, "train", "auto", TAKES, processor, longest)
     with raises(ParamsError, "train.images_too_long", value=longest, limit=longest - 1, name=f"own/{longest_row}"):
         check_samples(samples, "train", "auto", TAKES, processor, longest - 1, "vlm")
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "names"),
+    [
+        (
+            {"size": None, "max_pixels": 4096},
+            "train.images_too_long",
+            ["models.vlm.processor.size", "models.vlm.processor.max_pixels (now 4096)"],
+        ),
+        ({}, "train.images_too_long_for_any_setting", []),
+    ],
+    ids=["two settings", "none"],
+)
+def test_a_sample_that_is_too_long_names_the_settings_of_its_images(
+    settings, code, names, tmp_path, processor, monkeypatch
+):
+    monkeypatch.setattr(processor, "settings_that_bound_tokens", lambda images: settings)
+    longest = LongestSample(row=0, tokens=60, sizes=(ImageSize(*WIDE), ImageSize(*SMALL)))
+    samples = samples_of(tmp_path, ((WIDE, SMALL), "a"))
+    fault = fault_of_long_sample(samples, longest, processor, max_tokens=50, model="vlm")
+    assert fault.code == code
+    assert fault.fields["names"] == names
+    assert fault.fields["sizes"] == ["160 x 96", "64 x 64"]
+    assert fault.fields["name"] == "own/0"
+
+
+def test_the_size_of_an_image_that_cannot_be_read_is_left_out(tmp_path):
+    samples = samples_of(tmp_path, ((SMALL, WIDE), "a"))
+    (tmp_path / "0-0.png").write_text("no image")
+    assert read_sizes(samples) == {str(tmp_path / "0-1.png"): ImageSize(*WIDE)}
 
 
 def test_samples_without_images_are_measured_too(tmp_path, processor):

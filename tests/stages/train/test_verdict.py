@@ -115,6 +115,12 @@ def test_the_entropy_is_that_of_tokens_and_ends(tmp_path):
     assert entropy_of_tokens(tmp_path, TOKENIZER) == pytest.approx(math.log(len(tokens) + 1)), "each as often as an end"
 
 
+def test_a_split_without_references_has_no_entropy_and_no_captions_to_judge(tmp_path):
+    write_split(tmp_path, [])
+    assert entropy_of_tokens(tmp_path, TOKENIZER) is None
+    assert not can_judge_captions(tmp_path, 32)
+
+
 def ids(text):
     from tokenizers import Tokenizer
 
