@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,16 @@ def test_there_are_as_many_attempts_as_max_failures_allows(max_failures, work):
     with pytest.raises(OSError, match=f"attempt {max_failures}"):
         stage.run_with_retries(tried, work(max_failures=max_failures))
     assert len(tried.jobs) == max_failures + 1
+
+
+@pytest.mark.parametrize(("workers", "emptied"), [(0, 1), (2, 0)], ids=["in this process", "in workers"])
+def test_memory_of_a_failed_attempt_is_freed_in_the_process_that_used_it(workers, emptied, work, monkeypatch):
+    """The process that starts workers does not touch the GPU, which it would otherwise share with them."""
+    calls = []
+    accelerator = SimpleNamespace(empty_cache=lambda: calls.append(1))
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    stage.run_with_retries(Attempts(OSError("the network is gone")), work(max_failures=1, workers=workers))
+    assert len(calls) == emptied
 
 
 GRAPHS = torch._dynamo.exc.FailOnRecompileLimitHit("of flex_attention")

@@ -25,7 +25,7 @@ from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import engine, loop
 from m3diff.stages.train.job import STOP_FILE, StoppedError, WorkerContext
-from m3diff.stages.train.loop import NEGLIGIBLE_UPDATE_RATIO, Training, peak_flops
+from m3diff.stages.train.loop import NEGLIGIBLE_UPDATE_RATIO, MeanLengths, Training, peak_flops
 from m3diff.stages.train.packing_check import Differences, PackingComparison
 from m3diff.stages.train.stage import TrainReport, run_local
 from m3diff.stages.train.state import Curve, checkpoints, latest_valid_checkpoint
@@ -311,6 +311,8 @@ def test_a_module_that_never_trains_raises_the_alarm(model, warned, workspace, m
     lines = re.findall(r"step (\d)/6 \((\d+)\.\d%\)  loss [\d.]+  grad_norm .* (\d+) captions/s  ETA 0:0\d:\d\d\n", out)
     assert [(step, share) for step, share, _ in lines] == [("2", "33"), ("4", "66"), ("6", "100")]
     assert all(int(speed) > 0 for *_, speed in lines)
+    speed_of_run = json.loads((workspace.folder / "runs" / "train_speed.json").read_text())["captions_per_s"]
+    assert int(lines[-1][2]) + 1 > speed_of_run, "only the run's speed counts the last validation"
     assert [bool(value) for value in trained.column("module_score/2")] == [True, True, False, True, False, True]
 
 
@@ -365,6 +367,17 @@ def test_the_flops_of_a_step_are_those_of_its_mean_sequences(training, flops_arg
     tokens, supervised = token_counts(training)
     assert training.count_flops_per_step(training.measure_lengths()) == 24e9
     assert flops_arguments == [(pytest.approx(tokens / 10), pytest.approx(supervised / 10))]
+
+
+def test_each_row_of_a_sequence_counts_in_the_size_and_the_flops_of_a_run(training, flops_arguments, capfd):
+    """A family whose packing does not share prompts makes several rows of a sequence."""
+    lengths = [
+        MeanLengths(images=2, share=0.75, tokens=100.0, supervised_tokens=8.0, rows=2.0),
+        MeanLengths(images=2, share=0.25, tokens=40.0, supervised_tokens=4.0),
+    ]
+    assert training.count_flops_per_step(lengths) == 8 * 1.75 * 3e9
+    training.print_size(lengths, None)
+    assert ": 160.0 per sequence, of which 13.0 are supervised" in capfd.readouterr().out
 
 
 def test_a_long_epoch_is_measured_on_its_first_sequences(training, monkeypatch):

@@ -103,6 +103,18 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(stage,
             assert torch.equal(actual.parameters[name], parameter), name
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_restored_weight_is_the_one_that_each_worker_computes_with(rank, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    master = torch.zeros(2)
+    weights = state.MasterState.__new__(state.MasterState)
+    weights.masters = {parameter: master}
+    weights.set_tensor(parameter, torch.tensor([0.5, 1.001]))
+    assert master.tolist() == pytest.approx([0.5, 1.001])
+    assert parameter.tolist() == [0.5, 1.0]
+
+
 @pytest.mark.fault("05", "B2")
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(workspace, caplog):
