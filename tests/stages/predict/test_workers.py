@@ -24,7 +24,7 @@ from m3diff.models.contract import Prepared, Takes
 from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedDecoderLayer, FusedRMSNorm
 from m3diff.models.generation import load_captioner
-from m3diff.records.errors import DataError, Fault, ParamsError
+from m3diff.records.errors import DataError, Fault, ParamsError, ValueFault
 from m3diff.records.sample import ImageRef, Turn
 from m3diff.stages.predict import stage
 from m3diff.stages.predict.stage import (
@@ -112,6 +112,32 @@ def test_a_family_that_reads_no_questions_answers_every_record():
     check_items([item_of(0, 2, "a?")], Takes(images=(2,), questions=False, turns=False))
 
 
+class FaultyProcessor(Processor):
+    """A processor that can neither encode the question `bad?` nor prepare images."""
+
+    fault = Fault("models.images_not_taken", value=1, expected="2 images")
+
+    def prepare(self, images: Iterable[Image.Image]) -> Prepared:
+        raise ValueFault(self.fault)
+
+    def encode_prompt(self, turns: Sequence[Turn], marks: Sequence[str]) -> tuple[int, ...]:
+        if turns[-1].question == "bad?":
+            raise ValueFault(self.fault)
+        return super().encode_prompt(turns, marks)
+
+
+def test_a_question_that_cannot_be_encoded_is_refused_with_its_record():
+    items = [item_of(0, 2, "a?"), item_of(1, 2, "bad?")]
+    with raises(DataError, "predict.unusable_question", name="toy/1", cause=FaultyProcessor.fault):
+        split_into_batches(items, 1, FaultyProcessor())
+
+
+def test_images_that_the_model_cannot_process_are_refused_with_their_record(mixture):
+    batches = in_batches(mixture)
+    with raises(DataError, "predict.unusable_images", name=batches[0].items[0].id, cause=FaultyProcessor.fault):
+        list(prepare_images(batches, FaultyProcessor(), threads=1))
+
+
 def wait_until(is_true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not is_true() and time.monotonic() < deadline:
@@ -126,6 +152,15 @@ def test_images_are_prepared_two_batches_ahead(mixture):
     wait_until(lambda: processor.prepared >= 2 * (1 + PREPARED_BATCHES))
     stream.close()  # waits for the threads
     assert processor.prepared == 2 * (1 + PREPARED_BATCHES)
+
+
+def test_the_threads_that_prepare_images_end_with_the_stream(mixture):
+    threads = {*threading.enumerate()}
+    stream = prepare_images(in_batches(mixture), Processor(), threads=2)
+    next(stream)
+    assert {*threading.enumerate()} - threads
+    stream.close()
+    assert not {*threading.enumerate()} - threads
 
 
 def wait_until_full(sets: PreparedSets, most_bytes: int, count: int) -> None:
