@@ -384,6 +384,12 @@ def test_a_model_that_is_not_served_is_not_found_in_openais_form(name, serve):
     assert error["type"] == "invalid_request_error"
 
 
+def test_the_refusal_of_an_unknown_model_suggests_the_registered_name(serve):
+    error = serve().get("/v1/models/gpt-4o").json()["error"]
+    assert error["param"] == "model"
+    assert error["message"].endswith("; ask for m3diff")
+
+
 def test_no_model_is_described_before_one_is_loaded(serve):
     service = serve(is_ready=False)
     assert service.get("/v1/models/m3diff").status_code == 503
@@ -786,6 +792,7 @@ def test_every_answer_is_counted(serve):
         'm3diff_requests_total{route="/examples/{key}/{side}",status="404"} 1.0',
         'm3diff_requests_total{route="/examples/{key}/{side}",status="405"} 1.0',
         'm3diff_request_seconds_count{route="/caption"} 5.0',
+        'm3diff_request_seconds_bucket{le="60.0",route="/caption"} 5.0',
         "m3diff_batch_pairs_count 1.0",
         "m3diff_queue_length 0.0",
         'm3diff_model{version="m3diff/1"} 1.0',
