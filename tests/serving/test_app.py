@@ -514,6 +514,15 @@ def test_an_unknown_route_is_named_and_said_not_to_exist(path, serve):
     assert answer.json()["found"] == f"GET {path}: there is no such route"
 
 
+@pytest.mark.parametrize("path", ["/", "/model", "/v1/models", "/nothing"])
+def test_no_browser_keeps_an_answer_or_shows_it_on_a_page_of_another_site(path, serve):
+    headers = serve().get(path).headers
+    assert headers["cache-control"] == "no-store"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
 def test_an_unknown_route_of_openais_api_is_refused_in_its_form(serve):
     answer = serve().post("/v1/caption", **PAIR)
     assert answer.status_code == 404

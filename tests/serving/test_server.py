@@ -275,6 +275,18 @@ def test_a_connection_is_closed_if_no_whole_head_arrives_in_time(monkeypatch, ha
     assert answer.endswith(b"body")
 
 
+def test_an_answer_does_not_name_the_program_of_the_server(harmless_signals, monkeypatch):
+    monkeypatch.setitem(globals(), "ANSWER_S", 0)
+
+    async def main() -> bytes:
+        async with served([]) as port:
+            return await exchange(port, POST + b"body")
+
+    head = asyncio.run(main()).partition(b"\r\n\r\n")[0].lower()
+    assert b"content-length: 4" in head
+    assert b"server:" not in head
+
+
 def test_after_a_signal_a_request_in_progress_is_answered_and_the_models_end(harmless_signals):
     closed_models: list[str] = []
 
