@@ -43,6 +43,20 @@ def on_ray(*raised: BaseException) -> Exception:
     return ray.train.WorkerGroupError("a worker failed", wrapped)  # type: ignore[arg-type]
 
 
+def raised_from(error: BaseException) -> Exception:
+    """Return an error that was raised from this error."""
+    outer_error = RuntimeError("the loader failed")
+    outer_error.__cause__ = error
+    return outer_error
+
+
+def raised_while_handling(error: BaseException) -> Exception:
+    """Return an error that was raised while this error was handled."""
+    outer_error = RuntimeError("the loader could not be closed")
+    outer_error.__context__ = error
+    return outer_error
+
+
 class Attempts:
     """A run whose first attempts raise `faults`. The next attempt succeeds. `jobs` has the job of each."""
 
@@ -99,7 +113,18 @@ FINAL = (DataError("images.video", path="a.png"), ParamsError("train.best_withou
 
 
 @pytest.mark.parametrize("fault", FINAL, ids=lambda fault: type(fault).__name__)
-@pytest.mark.parametrize("wrap", [lambda error: error, on_ray, lambda error: on_ray(OSError("reset by peer"), error)])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda error: error,
+        on_ray,
+        lambda error: on_ray(OSError("reset by peer"), error),
+        raised_from,
+        raised_while_handling,
+        lambda error: on_ray(raised_from(error)),
+    ],
+    ids=["itself", "worker", "second worker", "cause", "context", "cause in a worker"],
+)
 def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(wrap, fault, work, capfd):
     tried = Attempts(wrap(fault))
     with pytest.raises(ParamsError if fault is GRAPHS else type(fault)) as met:

@@ -21,6 +21,7 @@ from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, write_manifest
 from m3diff.stages.train import loop, state
 from m3diff.stages.train.job import DiskFullError, Job, WorkerContext, is_disk_full, name_full_disk
+from m3diff.stages.train.stage import fullest_folder
 from m3diff.stages.train.state import Curve
 from tests.errors import raises
 from tests.stages.train.toy import run_dir_of, take
@@ -351,3 +352,8 @@ def test_a_full_disk_that_no_error_names_is_the_fullest_that_the_run_writes_to(w
     monkeypatch.setattr("m3diff.stages.train.stage.run_local", meet_full_disk)
     with raises(DiskFullError, "train.disk_full", path=out, value=7):
         workspace.run(run)
+
+
+def test_an_output_folder_that_does_not_exist_yet_is_not_the_fullest(tmp_path):
+    job: Any = SimpleNamespace(run_dir=tmp_path, out=tmp_path / "out")
+    assert fullest_folder(job).is_dir()
