@@ -27,6 +27,7 @@ from m3diff.models.generation import load_captioner
 from m3diff.records.errors import DataError, Fault, ParamsError, ValueFault
 from m3diff.records.sample import ImageRef, Turn
 from m3diff.stages.predict import stage
+from m3diff.stages.predict.image_queue import ImageQueue
 from m3diff.stages.predict.stage import (
     PREPARED_BATCHES,
     Batch,
@@ -161,6 +162,32 @@ def test_the_threads_that_prepare_images_end_with_the_stream(mixture):
     assert {*threading.enumerate()} - threads
     stream.close()
     assert not {*threading.enumerate()} - threads
+
+
+def queue_of(sets: PreparedSets, max_ahead: int, max_sets: int) -> ImageQueue[int]:
+    """Return a queue with one thread and memory for `max_sets` image sets."""
+    return ImageQueue(lambda item: sets.prepare(()), range(50), 1, max_ahead, max_sets * SET_BYTES)
+
+
+def test_the_next_images_are_prepared_as_soon_as_some_are_taken():
+    sets = PreparedSets()
+    queue = queue_of(sets, max_ahead=2, max_sets=10)
+    queue.take()
+    wait_until(lambda: sets.prepared == 3 and queue.being_prepared == 0)
+    queue.take()
+    wait_until(lambda: sets.prepared == 4)
+    queue.close()
+
+
+def test_the_next_images_are_prepared_as_soon_as_there_is_memory_for_them():
+    sets = PreparedSets()
+    queue = queue_of(sets, max_ahead=1, max_sets=1)
+    queue.take()
+    wait_until(lambda: queue.being_prepared == 0)
+    assert sets.prepared == 1
+    queue.release(SET_BYTES)
+    wait_until(lambda: sets.prepared == 2)
+    queue.close()
 
 
 def wait_until_full(sets: PreparedSets, most_bytes: int, count: int) -> None:
