@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -457,3 +458,16 @@ def test_score_takes_one_kind_of_changechat_and_notes_the_other_predictions(tmp_
     assert "roads_mae" not in report.scores
     count = len(CHAT_PREDICTIONS) - 2
     assert any(note.startswith(f"{count} captions of pairs outside the protocol 'binary'") for note in report.notes)
+
+
+def test_every_metric_says_why_it_scores_no_record():
+    protocol: Any = SimpleNamespace(select=lambda records: SimpleNamespace(pairs=[]))
+    empty_results = run.explain_absent_records(METRICS, protocol)
+    assert empty_results.keys() == METRICS.keys()
+    for name, result in empty_results.items():
+        assert result.absent[METRICS[name].main_score]
+
+
+def test_a_metric_that_scores_a_record_has_nothing_to_explain():
+    protocol: Any = SimpleNamespace(select=lambda records: SimpleNamespace(pairs=["a pair"]))
+    assert run.explain_absent_records(METRICS, protocol) == {}
