@@ -1,11 +1,14 @@
 """Test that an import does not change the process, and that every entry point calls `prepare`, which does."""
 
+import getpass
 import json
 import os
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,6 +187,56 @@ def test_tools_keep_their_caches_elsewhere_if_the_home_cannot_be_written(tmp_pat
     monkeypatch.delenv("PREFECT_HOME")
     runtime.provide_home()
     assert os.environ["PREFECT_HOME"] == str(tmp_path / "private" / "prefect")
+
+
+def test_a_home_that_is_missing_is_made_with_the_folders_above_it(tmp_path, monkeypatch):
+    home = tmp_path / "homes" / "ann"
+    monkeypatch.setenv("HOME", str(home))
+    runtime.provide_home()
+    assert home.is_dir()
+    assert os.environ["HOME"] == str(home)
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    """Return a function that raises this error."""
+
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_a_user_whose_home_is_unknown_gets_a_private_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "private_folder", lambda: tmp_path / "private")
+    monkeypatch.setattr(Path, "home", raising(RuntimeError("no home")))
+    monkeypatch.setenv("HOME", "")
+    runtime.provide_home()
+    assert os.environ["HOME"] == str(tmp_path / "private")
+
+
+@pytest.mark.parametrize("error", [KeyError("no such user"), OSError("no such user")], ids=["KeyError", "OSError"])
+def test_a_user_whom_the_system_does_not_know_gets_a_name(error, monkeypatch):
+    monkeypatch.setattr(getpass, "getuser", raising(error))
+    monkeypatch.setenv("USER", "")
+    runtime.prepare()
+    assert os.environ["USER"] == f"uid-{os.getuid()}"
+
+
+RAY_BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@pytest.mark.parametrize(
+    ("address", "value_of_user", "value"),
+    [("", None, "0"), ("", "1", "1"), ("head:6379", None, None)],
+    ids=["own Ray", "a value of the user", "cluster"],
+)
+def test_an_own_ray_is_kept_off_the_network_unless_the_user_wants_it(address, value_of_user, value, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setenv(RAY_BEYOND_LOOPBACK, value_of_user or "")
+    if value_of_user is None:
+        monkeypatch.delenv(RAY_BEYOND_LOOPBACK)
+    runtime.prepare()
+    assert os.environ.get(RAY_BEYOND_LOOPBACK) == value
 
 
 # Code that begins as each entry point does and then ends; most cannot go on without their arguments

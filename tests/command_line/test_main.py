@@ -163,6 +163,16 @@ def test_a_command_that_prints_line_by_line_ends_quietly_at_the_first_unread_lin
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_command_without_an_open_output_ends_as_usual(stream, monkeypatch):
+    """A shell closes the output with `>&-`. Python then has no stream."""
+    monkeypatch.setattr("m3diff.stages.code.code", lambda params: print("a line"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, stream, None)
+        code = main(["code"])
+    assert code == 0
+
+
 def test_a_name_that_output_cannot_encode_is_printed_with_an_escape(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     monkeypatch.setattr("m3diff.stages.code.code", lambda params: print("caf\udce9.png"))
