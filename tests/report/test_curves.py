@@ -180,6 +180,7 @@ def test_a_training_of_one_step_is_a_dot(write, value):
     }
     assert len(positions) == 2, "the dot and the one of the legend"
     assert all(0 < y < 400 for y in positions.values())
+    assert list(ElementTree.fromstring(svg).iter("path")) == [], "one point is no line"
 
 
 def test_a_file_without_rows_has_no_training(write):
@@ -222,6 +223,16 @@ def test_the_table_of_validations_ends_with_the_last_one_however_many_there_are(
     assert head == ("step", "training loss", "validation loss", "CIDEr, times 100")
     assert len(table) <= curves.MAX_ROWS
     assert table[-1] == ("100", "0.0100", "0.0200", "10.0")
+
+
+def test_the_table_of_validations_follows_the_steps_and_leaves_absent_scores_open(write):
+    steps = (8, 64, 100, 1000, 20_000)
+    rows = [f"{step},2.0,{step / 1000}," for step in steps]
+    (phase,) = read_phases(write(*rows, "200,,,0.5", head="step,loss,val_loss,val_cider"))
+    _, *table = draw_phase(phase).numbers
+    assert [cells[0] for cells in table] == ["8", "64", "100", "200", "1,000", "20,000"]
+    assert table[2] == ("100", "2.0000", "0.1000", "–")
+    assert table[3] == ("200", "–", "–", "50.0")
 
 
 def test_the_picture_alone_has_its_colours_for_light_and_dark_and_fetches_nothing(write):
@@ -273,6 +284,16 @@ def test_a_line_goes_from_the_first_step_at_the_left_to_the_last_at_the_right():
     assert start[1] == BOTTOM, "zero is at the bottom"
     assert TOP_MARGIN < end[1] < TOP_MARGIN + 0.1 * PLOT_HEIGHT
     assert centre[1] == pytest.approx((start[1] + end[1]) / 2, abs=0.1)
+
+
+def test_a_value_and_its_tick_have_the_same_height():
+    points = [Point(1, 0.0), Point(2, 2.0), Point(3, 4.0)]
+    chart = Chart("a", "b", [make_line("c", points)], steps=3)
+    svg = ElementTree.fromstring(draw_chart(chart))
+    grid = [float(line.get("y1") or "nan") for line in svg.iter("line") if line.get("class") == "grid"]
+    assert grid == [y for _, y in path_of(chart, "line s0")]
+    labels = {float(text.get("y") or "nan"): text.text for text in svg.iter("text")}
+    assert [labels[y + 4] for y in grid] == ["0", "2", "4"]
 
 
 def test_two_points_are_a_line_and_the_values_of_a_loss_fill_the_height():

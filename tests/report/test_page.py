@@ -10,7 +10,15 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Licence, Permission, Protocol
 from m3diff.report.origin import Origin
-from m3diff.report.page import PageContent, absent_scores, choose_columns, confusion_table, write_report
+from m3diff.report.page import (
+    PageContent,
+    absent_scores,
+    choose_columns,
+    confusion_table,
+    count_captions,
+    count_questions,
+    write_report,
+)
 from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.protocols import ProtocolPairs, select_main_protocols
@@ -79,6 +87,17 @@ def test_tables_leave_out_a_metric_without_records_or_without_its_extra_input():
 def test_tables_have_no_word_scores_of_texts_that_are_counted_by_characters():
     assert main_scores_of_tables(**{"exact_match": 0.5, "CIDEr-char": 1.0}) == ["exact_match"]
     assert main_scores_of_tables(**{"exact_match": 0.5, "CIDEr-char": 1.0, "CIDEr": 0.5}) == ["exact_match", "CIDEr"]
+
+
+def test_questions_and_pairs_that_several_protocols_score_are_counted_once():
+    pairs = bench.pairs()
+    pairs[0] = replace(pairs[0], question="What is red?")
+    protocols = [
+        ProtocolPairs("toy", Protocol("total", published_pairs=None), pairs),
+        ProtocolPairs("toy", Protocol("some", published_pairs=None), pairs[:3]),
+    ]
+    assert count_questions(protocols) == 1
+    assert count_captions(protocols) == 5
 
 
 def test_the_page_has_one_table_of_protocols_and_the_rest_folded(root: Path, tmp_path: Path):

@@ -198,6 +198,12 @@ def test_the_head_says_what_is_special_about_a_training(project, changes, name, 
     assert read_origin(write_report(project, **changes)).facts[name] == value
 
 
+def test_the_curves_of_a_training_are_those_beside_its_report_if_it_has_any(project):
+    assert read_origin(write_report(project)).curves is None
+    (project / "curves.csv").write_text("step,loss\n1,2.0\n")
+    assert read_origin(project).curves == project / "curves.csv"
+
+
 @pytest.mark.parametrize("warnings", [["few steps"], []], ids=["warned", "not warned"])
 def test_the_head_has_the_warnings_of_the_training(project, warnings):
     assert read_origin(write_report(project, warnings=warnings)).warnings == warnings
