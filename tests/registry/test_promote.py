@@ -4,9 +4,11 @@ import re
 import time
 
 import pytest
+from pydantic import ValidationError
 
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import Decision, Entry
+from m3diff.registry.decisions import Decision, Entry, Identity
+from m3diff.registry.gate import GuardedScore, refuse
 from m3diff.registry.promote import GateDecision, is_repetition, refuse_rolled_back
 from tests.errors import raises
 from tests.registry.conftest import PAIRS, PROTOCOL, make_scores
@@ -32,6 +34,12 @@ def test_a_better_version_becomes_champion_and_a_worse_one_is_refused_once(regis
         registry.add(score, seed=1)
         assert registry.decide().outcome == "refused"
     assert registry.aliases()["champion"] == 3
+
+
+def test_without_a_registered_model_there_is_no_challenger(registry):
+    registry.client.delete_registered_model("m3diff")
+    with raises(DataError, "registry.no_challenger", model="m3diff"):
+        registry.decide()
 
 
 def test_the_record_has_each_decision_with_parameters_numbers_reason_and_time(registry):
@@ -93,6 +101,22 @@ REFUSAL = {
     "reason": "worse",
 }
 RECORDED = {"number": 3, "decided_at": "2026-01-02T03:04:05Z", "author": "a@b", "flow_run": None, "commit": None}
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (Entry(**REFUSAL), "outcome"),
+        (Decision(**REFUSAL, **RECORDED), "reason"),
+        (Identity(run="a", content="b"), "run"),
+        (refuse("worse"), "outcome"),
+        (GuardedScore(challenger=1.0, champion=2.0, tolerance=0.5), "tolerance"),
+    ],
+    ids=["an entry", "a decision", "an identity", "a verdict", "a guarded score"],
+)
+def test_a_decision_and_its_parts_refuse_every_change(part, field):
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(part, field, getattr(part, field))
 
 
 @pytest.mark.parametrize("change", [{}, {"champion_before": 4}, {"target": 4}, {"reason": "too few pairs"}], ids=str)

@@ -130,6 +130,11 @@ def test_the_bases_of_kept_versions_and_the_bases_of_these_stay(warm_started):
     }
 
 
+def test_kept_versions_are_listed_from_the_newest_to_the_oldest(warm_started):
+    aliases = {2: ["previous"], 4: ["champion"]}
+    assert list(reasons_to_keep(warm_started, aliases, 1)) == [5, 4, 3, 2, 1]
+
+
 def test_without_aliases_and_newest_versions_none_stays(warm_started):
     assert reasons_to_keep(warm_started, {}, 0) == {}
 

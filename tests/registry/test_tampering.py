@@ -14,6 +14,7 @@ from m3diff.provenance.git import commit_at, git
 from m3diff.records.errors import DataError, Fault
 from m3diff.registry.decisions import BRANCH, COUNT_TAG
 from m3diff.registry.gate import faults_of_scores
+from m3diff.registry.moves import find_lost_champion
 from m3diff.registry.tracking import check_alive
 from m3diff.registry.versions import SCORES
 from m3diff.settings.section import ParamsError
@@ -178,17 +179,29 @@ def test_after_the_model_was_deleted_no_version_becomes_champion_as_the_first(th
     three.add(0.1)
     refused = [three.decide() for _ in range(2)]
     assert [decision.outcome for decision in refused] == ["refused", "refused"]
-    assert Message("registry.champion_elsewhere", recorded_model="m3diff", champion=3).in_text(refused[0].reason)
+    fields = {"model": "m3diff", "recorded_model": "m3diff", "champion": 3, "since": three.entries()[2].decided_at}
+    assert Message("registry.champion_elsewhere", **fields).in_text(refused[0].reason)
     assert "champion" not in three.aliases()
     assert three.record()[3:] == ["refused"], "recorded once"
     with raises(DataError, "registry.nothing_to_roll_back") as no_rollback:
         three.rollback()
-    fault = no_rollback.value.fields["fault"]
-    assert fault.code == "registry.champion_elsewhere"
-    assert fault.fields["recorded_model"] == "m3diff"
-    assert fault.fields["champion"] == 3
+    assert no_rollback.value.fields["fault"] == Fault("registry.champion_elsewhere", **fields)
     accept_by_hand(three, refused[0].reason)
     assert three.grow(0.05, 0.5) == ["refused", "promoted"], "the gate works on"
+
+
+@pytest.mark.fault("S2", "T10")
+def test_a_champion_without_its_alias_is_named_by_the_newest_version_that_is_left(three):
+    decisions = three.entries()
+    three.client.delete_registered_model_alias("m3diff", "champion")
+    three.client.delete_model_version("m3diff", "3")
+    command = "m3diff rollback --to 2 --why 'the alias was gone'"
+    lost_alias = Fault("registry.alias_gone", model="m3diff", champion=3, version=2, command=command)
+    assert find_lost_champion(three.client, decisions, "m3diff") == lost_alias
+    for number in ("1", "2"):
+        three.client.delete_model_version("m3diff", number)
+    lost_champions = Fault("registry.champions_gone", model="m3diff", champion=3)
+    assert find_lost_champion(three.client, decisions, "m3diff") == lost_champions
 
 
 @pytest.mark.fault("S2", "T9")
@@ -235,9 +248,8 @@ def test_a_renamed_model_whose_alias_is_gone_makes_no_champion_as_the_first(thre
         three.client.delete_registered_model_alias("other", alias)
     decision = three.decide(version=4)
     assert decision.outcome == "refused"
-    assert Message("registry.champion_under_other_number", recorded_model="m3diff", champion=3, version=3).in_text(
-        decision.reason
-    )
+    fields = {"model": "other", "recorded_model": "m3diff", "champion": 3, "version": 3}
+    assert Message("registry.champion_under_other_number", **fields).in_text(decision.reason)
 
 
 @pytest.mark.fault("S2", "T9")
@@ -248,6 +260,7 @@ def test_an_alias_previous_tells_of_a_champion_that_no_record_has(registry):
     refused = registry.decide()
     assert refused.outcome == "refused"
     assert versions_in_remedies(refused.reason) == [1, 2]
+    assert Message("registry.alias_gone_previous_left", model="m3diff", version=1).in_text(refused.reason)
 
 
 @pytest.mark.fault("S2")

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +24,7 @@ from mlflow.protos.databricks_pb2 import INTERNAL_ERROR, RESOURCE_DOES_NOT_EXIST
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.tracking import (
+    NoRedirect,
     RunDescription,
     TrackingUnavailableError,
     connect,
@@ -34,6 +36,7 @@ from m3diff.registry.tracking import (
     log_scores,
     weights_sha256,
 )
+from m3diff.settings.section import ParamsError
 from tests.errors import raises
 from tests.servers import free_port, until
 
@@ -307,6 +310,15 @@ def test_a_server_that_does_not_answer_is_named_with_a_remedy():
     uri = f"http://127.0.0.1:{free_port()}"
     with raises(TrackingUnavailableError, "registry.mlflow_not_answering", value=uri):
         connect(uri).__enter__()
+
+
+@pytest.mark.parametrize("path", ["", "/", "/health", "/health/"])
+def test_the_address_of_a_redirect_is_that_of_the_store_and_not_of_the_check(path):
+    fields = {"value": "http://old.org", "target": f"https://new.org/mlflow{path}"}
+    with raises(ParamsError, "registry.redirected", **fields, address="https://new.org/mlflow"):
+        NoRedirect().redirect_request(
+            urllib.request.Request("http://old.org/health"), None, 301, "Moved", {}, fields["target"]
+        )
 
 
 def test_an_error_in_the_context_is_raised_if_the_store_answers(store):

@@ -266,6 +266,9 @@ def test_a_missing_path_of_a_restored_version_has_dvc_s_error_as_its_note(team, 
     assert {check.location: check.note for check in restored} == {"a": "", "b": str(error)}
 
 
+CHECKED_TAGS = {("dvc.lock", "dvc.lock"), ("model code", "code/predict.json"), ("checkpoint", CHECKPOINT)}
+
+
 @pytest.fixture
 def restored_parts(project: Team) -> Callable[..., dict[tuple[str, str], str]]:
     """Check the project as if it had been restored. Return the outcomes that are not ok, by part and location."""
@@ -275,7 +278,8 @@ def restored_parts(project: Team) -> Callable[..., dict[tuple[str, str], str]]:
     def check(lock: Lock | None = None, **changed_tags: str) -> dict[tuple[str, str], str]:
         changes = {tag.replace("__", "."): value for tag, value in changed_tags.items()}
         checks = list(check_restored(project.project, commit, lock or read_lock(commit), tags | changes))
-        assert {check.part for check in checks} >= {"data", "parameters", "dvc.lock", "model code", "checkpoint"}
+        checked_parts = {(check.part, str(check.location)) for check in checks}
+        assert checked_parts >= {("data", PREDICTIONS), ("parameters", "train"), *CHECKED_TAGS}
         return {(check.part, str(check.location)): check.outcome for check in checks if check.outcome != "ok"}
 
     return check
@@ -284,11 +288,8 @@ def restored_parts(project: Team) -> Callable[..., dict[tuple[str, str], str]]:
 def test_a_restored_version_is_compared_with_its_tags(restored_parts):
     assert restored_parts() == {}
     other_hash = "0" * 32
-    assert restored_parts(dvc__code=other_hash, dvc__lock__sha256=other_hash, dvc__checkpoint=other_hash) == {
-        ("model code", "code/predict.json"): "differs",
-        ("dvc.lock", "dvc.lock"): "differs",
-        ("checkpoint", CHECKPOINT): "differs",
-    }
+    different_parts = restored_parts(dvc__code=other_hash, dvc__lock__sha256=other_hash, dvc__checkpoint=other_hash)
+    assert different_parts == dict.fromkeys(CHECKED_TAGS, "differs")
 
 
 def test_restored_data_and_parameters_are_compared_with_the_lock(restored_parts, project):
