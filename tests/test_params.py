@@ -283,7 +283,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
     ),
     "the best checkpoint of none captioned, without validation pairs": (
         {"train.export": "best", "compute.caption_val_pairs": 0}
-        | {f"ingest.datasets.{name}.train_on": ["train", "val"] for name in DATASETS},
+        | {f"ingest.datasets.{name}.train_on": ["train", "val"] for name in TRAINED},  # the other one is for retention
         [
             ("train.export", "best_without_captions", {}),
             ("train.export", "best_without_validation_pairs", {}),
@@ -497,6 +497,7 @@ def test_a_missing_file_is_refused(tmp_path):
     [
         ("a: [1", "not_yaml", {}),
         ("{[1]: 2}", "not_yaml", {}),
+        ("a: b: c\t# a tab that indents nothing", "not_yaml", {}),
         ("- 1", "no_sections", {"kind": "list"}),
         ("", "empty_file", {}),
     ],
@@ -588,6 +589,12 @@ ACCEPTED = {
     "limits of 0": dict.fromkeys(
         ("compute.val_pairs", "compute.caption_val_pairs", "predict.limit", "compute.max_failures"), 0
     ),
+    "the best checkpoint by captions of validation pairs": {"train.export": "best", "compute.caption_val_pairs": 1},
+    "a family that cannot recompute activations, without recomputing": {
+        "train.model": "other",
+        "compute.activation_checkpointing": "none",
+        "models.other": AUTO,
+    },
     "a layer beyond the base of a model that does not train": {
         "models.deep": M3DIFF | {"module": M3DIFF["module"] | {"vision_feature_layers": [9]}}
     },

@@ -151,20 +151,21 @@ def test_an_unknown_profile_is_refused_with_the_nearest_and_all_names(folder):
 
 
 @pytest.mark.parametrize(
-    ("values", "key"),
+    ("values", "key", "value"),
     [
-        ("ingest: 3", "ingest"),
-        ("ingest: {datasets: 3}", "ingest.datasets"),
-        ("synthesize: 3", "synthesize"),
-        ("train: 3", "train"),
-        ("models: [1]", "models"),
+        ("ingest: 3", "ingest", 3),
+        ("ingest: {datasets: 3}", "ingest.datasets", 3),
+        ("synthesize: 3", "synthesize", 3),
+        ("train: 3", "train", 3),
+        ("models: [1]", "models", [1]),
     ],
 )
-def test_a_section_of_a_profile_that_is_no_mapping_is_refused(values, key, folder):
+def test_a_section_of_a_profile_that_is_no_mapping_is_refused(values, key, value, folder):
     with raises(ParamsError, "settings.faults") as caught:
         load_params(write(folder / "mine.yaml", f"extends: embedded\n{values}\n"))
-    rules = {fault.fields["key"]: fault.fields["rule"] for fault in caught.value.fields["faults"]}
-    assert rules[key] in ("dict_type", "model_type", "mapping_type")
+    (fault,) = [fault for fault in caught.value.fields["faults"] if fault.fields["key"] == key]
+    assert fault.fields["rule"] in ("dict_type", "model_type", "mapping_type")
+    assert fault.fields["value"] == value
 
 
 # By topic: files of the folder of profiles, and the fault of mine.yaml with its code and fields
@@ -351,6 +352,11 @@ def test_invalid_parameters_are_kept_in_a_copy_and_replaced(two_profiles):
     assert copy.read_text() == "train: [\n"
     assert str(copy) in lines[0]
     assert len(lines) == 2, "values of an invalid file cannot be compared"
+
+
+def test_the_values_of_an_invalid_file_get_no_defaults(folder):
+    values = yaml.safe_load((folder / "embedded.yaml").read_text()) | {"train": {"epochs": -1}}
+    assert complete_values(write(Path("params.yaml"), values)) == values
 
 
 def own_profile(folder: Path, epochs: float) -> None:
