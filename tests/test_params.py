@@ -23,6 +23,7 @@ from m3diff.settings.load import load_params
 from m3diff.settings.rules import check_paths, entries_by_original_reader, faults_of_inputs, missing_inputs
 from m3diff.settings.section import ParamsError, Section
 from m3diff.settings.tree import Params
+from m3diff.stages.convert.params import COUPLES_TASK
 from m3diff.stages.ingest.params import HOW_TO_TEST
 from m3diff.stages.train.params import Train
 from tests.errors import Message, raises
@@ -273,6 +274,16 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[Expected]]] = {
         {f"{MINE}.reader": "omnidiff", "promote.protocol": "minichange_free/total"},
         [("synthesize.minichange", "reader_cannot_generate", {"value": "omnidiff", "names": ["minichange"]})],
     ),
+    **{
+        f"a made dataset that is ingested from another {part}": (
+            made_dataset("made") | {f"ingest.datasets.made.{key}": value},
+            [("augment.made", "other_dataset_ingested", {"dataset": "made", "root": Path("data/01_raw/made")})],
+        )
+        for part, key, value in (
+            ("folder", "root", "data/01_raw/other"),
+            ("file", "options", {"manifest": "other.jsonl"}),
+        )
+    },
     "the drawn editor on photographs": (
         made_dataset("made", source=source("omnidiff")),
         [("augment.made.editor.kind", "drawn_editor_of_pictures", {"reader": "omnidiff"})],
@@ -625,6 +636,14 @@ def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
     for name, fault in zip(names, faults, strict=True):
         fields = {"value": "difference", "names": ["edit"], "path": tmp_path / "questions.yaml", "dataset": name}
         assert is_fault(fault, f"ingest.datasets.{name}.reader", "reader_without_questions", fields)
+
+
+def test_a_dataset_of_couples_must_have_questions_about_couples(write, tmp_path):
+    (tmp_path / "questions.yaml").write_text("difference:\n- What was changed?\n")
+    sources = {"convert.sources.minichange": {"couple": "also"}}
+    (fault,) = faults_of(write(sources | {"convert.questions": str(tmp_path / "questions.yaml")}))
+    key = "convert.sources.minichange.couple"
+    assert is_fault(fault, key, "task_without_questions", {"value": COUPLES_TASK, "names": ["difference"]})
 
 
 def test_every_path_that_is_missing_is_named_at_once_with_its_remedy(write):

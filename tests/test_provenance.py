@@ -151,6 +151,14 @@ def test_the_order_of_facts_does_not_change_the_key_of_a_run(root: Path) -> None
     assert code.compute_key({"data": {"first": "2", "second": "1"}, "seed": 7}, module) != key
 
 
+def test_the_key_of_a_run_changes_with_the_code_that_it_runs(root: Path) -> None:
+    key = code.compute_key({"seed": 7}, root / "a/alone.py", ["a.named.one"])
+    (root / "a/named/other.py").write_text("value = 1")
+    assert code.compute_key({"seed": 7}, root / "a/alone.py", ["a.named.one"]) == key
+    (root / "a/named/below.py").write_text("value = 1")
+    assert code.compute_key({"seed": 7}, root / "a/alone.py", ["a.named.one"]) != key
+
+
 def test_a_failed_command_of_dvc_is_explained_by_the_last_lines_of_its_output(tmp_path, monkeypatch):
     program = "import sys; sys.exit(chr(10).join(['first', 'second', 'third', 'fourth']))"
     monkeypatch.setattr(dvc, "DVC", [sys.executable, "-c", program])
@@ -297,6 +305,19 @@ def test_an_unrelated_edit_passes_and_an_error_of_the_stage_is_not_hidden(projec
     monkeypatch.delenv("DVC_STAGE")
     with require_unchanged_inputs():
         Path("dvc.yaml").unlink()  # a stage by hand is not watched
+
+
+def test_the_stage_that_writes_the_digests_needs_none_and_watches_its_own_inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DVC_STAGE", "code")
+    Path("components").mkdir()
+    Path("components/a.py").write_text("")
+    Path("dvc.yaml").write_text("stages: {code: {params: [train], deps: [components]}}\n")
+    Path("params.yaml").write_text("train: {epochs: 1}\n")
+    assert watched_inputs("code").keys() == {"train.epochs", "components/a.py"}
+    changes = ["train.epochs 1 -> 2"]
+    with raises(ParamsError, "dvc.edited_while_stage_ran", stage="code", changes=changes), require_unchanged_inputs():
+        Path("params.yaml").write_text("train: {epochs: 2}\n")
 
 
 def test_each_stage_watches_all_parameters_and_files_of_dvc_yaml(project: Path):

@@ -1,5 +1,6 @@
 """Starting Ray or connecting to it, and the resources of its nodes."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -68,6 +69,12 @@ def test_an_own_ray_starts_no_dashboard(init_arguments):
     assert init_arguments["include_dashboard"] is False
     assert init_arguments["dashboard"] == (None, None)
     assert services.start_api_server is start_api_server
+
+
+def test_what_workers_print_is_shown_and_what_ray_says_of_itself_only_as_a_warning(init_arguments):
+    ray_cluster.start_ray(compute())
+    assert init_arguments["log_to_driver"] is True
+    assert init_arguments["logging_level"] == logging.WARNING
 
 
 def test_a_dead_address_is_recorded_where_ray_looks_for_its_dashboard(init_arguments):
