@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from m3diff.registry.decisions import (
     PENDING_REF,
     Decision,
     Entry,
+    Identity,
     OvertakenError,
     append_decision,
     clear_pending_move,
@@ -287,7 +289,78 @@ def test_champions_follow_each_other_and_a_rollback_takes_back_later_ones(entrie
     assert decision_record.select_moves(decisions, "m")[-1].target == champions[-1]
 
 
+def identified(number: int, content: str) -> dict[int, Identity]:
+    """Return the identity of a version by its number. Each content was registered by a run of its own."""
+    return {number: Identity(run=f"run of {content}", content=content)}
+
+
+def decisions_of_two_registries(*later_entries: Entry) -> list[Decision]:
+    """Return the decisions about the model `m`, which was created again with other versions under the same numbers.
+
+    The version with content b was rolled back as number 2 of the first registry.
+    """
+    first_registry = {"model_created_ms": 1, "identities": identified(1, "a") | identified(2, "b")}
+    entries = [entry.model_copy(update=first_registry) for entry in (*TWO_PROMOTIONS, make_rollback(1, 2))]
+    entries.append(make_promotion(1, model_created_ms=2, identities=identified(1, "c")))
+    entries += [entry.model_copy(update={"model_created_ms": 2}) for entry in later_entries]
+    facts: dict[str, Any] = {"decided_at": "", "author": "", "flow_run": None, "commit": None}
+    return [Decision(**dict(entry), number=number, **facts) for number, entry in enumerate(entries, start=1)]
+
+
+PROMOTED_AGAIN = make_promotion(5, 1, identities=identified(5, "b"))
+ROLLED_BACK_AGAIN = make_rollback(1, 5).model_copy(update={"identities": identified(5, "b")})
+
+
+@pytest.mark.parametrize(
+    ("later_entries", "identity", "number"),
+    [
+        ((), Identity(run="run of b", content=None), 3),
+        ((), Identity(run="another", content="b"), 3),
+        ((), Identity(run="run of a", content="a"), None),
+        ((), Identity(run="run of c", content="c"), None),
+        ((), Identity(run=None, content=None), None),
+        ((PROMOTED_AGAIN,), Identity(run="run of b", content="b"), None),
+        ((PROMOTED_AGAIN, ROLLED_BACK_AGAIN), Identity(run="run of b", content="b"), 6),
+    ],
+    ids=[
+        "its run",
+        "its content",
+        "the champion of then",
+        "its number",
+        "unknown",
+        "promoted again",
+        "and rolled back",
+    ],
+)
+def test_the_rollback_of_a_version_is_found_by_its_run_or_content(later_entries, identity, number):
+    decisions = decisions_of_two_registries(*later_entries)
+    rollback = decision_record.find_rollback(decisions, "m", identity)
+    assert (rollback.number if rollback else None) == number
+    assert decision_record.find_rollback(decisions, "other", identity) is None
+
+
+def test_identities_that_are_unknown_are_not_equal():
+    unknown = Identity(run=None, content=None)
+    assert not unknown.matches(unknown)
+
+
 # Many writers, killed writers
+
+
+@pytest.mark.parametrize(
+    ("message", "is_overtaken"),
+    [
+        (b"fatal: cannot lock ref: is at 1 but expected 2", True),
+        (b"fatal: cannot lock ref: reference already exists", True),
+        (b"fatal: Unable to create 'history.lock': File exists", False),
+    ],
+    ids=["another commit", "a new branch", "a lock file"],
+)
+def test_a_ref_that_cannot_be_written_is_an_error_unless_somebody_was_faster(message, is_overtaken, monkeypatch):
+    result = subprocess.CompletedProcess([], 128, b"", message)
+    monkeypatch.setattr(decision_record, "run_git", lambda *arguments, **options: result)
+    with nullcontext() if is_overtaken else raises(GitError, "git.command_failed", command=f"git update-ref {BRANCH}"):
+        assert not decision_record.write_ref(Path("."), BRANCH, "1" * 40, "2" * 40)
 
 
 def test_writers_at_once_lose_no_decision(clone):

@@ -428,6 +428,21 @@ def test_a_column_of_equally_long_lists_is_no_fault_of_the_file(models):
     assert faults_of_scores(make_gate(), make_scores(models[0])) == []
 
 
+def test_a_list_that_is_null_is_no_fault_of_the_file(models):
+    scores = make_scores(models[0])
+    statistics = [None, *scores["change_statistics"].to_pylist()[1:]]
+    scores = scores.set_column(2, "change_statistics", pa.array(statistics))
+    assert faults_of_scores(make_gate(), scores) == []
+
+
+def test_lists_from_which_no_score_can_be_computed_are_a_fault_of_the_file(models):
+    scores = make_scores(models[0]).set_column(2, "change_statistics", pa.array([[1.0, 2.0]] * 600))
+    (fault,) = faults_of_scores(make_gate(), scores)
+    assert fault.code == "registry.scores_no_statistics"
+    assert fault.fields["name"] == "change_statistics"
+    assert fault.fields["score"] == EXACT_ACCURACY
+
+
 def test_texts_that_have_only_scores_of_characters_are_compared_by_them(models):
     tables = []
     for exact, cider in zip(models, (1.5, 1.0), strict=True):

@@ -3,16 +3,16 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from m3diff.provenance import git as plumbing
 from m3diff.registry import decisions as decision_record
-from m3diff.registry.decisions import (
-    read_decisions,
-)
-from tests.registry.conftest import Registry, check_one_champion, start_child, wait_for_child
+from m3diff.registry.decisions import Entry, append_decision, find_pending_move, read_decisions
+from m3diff.registry.moves import add_identities, carry_out
+from tests.registry.conftest import Registry, check_one_champion, recreate_model, start_child, wait_for_child
 
 WRITES = ("hash-object", "commit-tree", "update-ref")
 
@@ -147,3 +147,21 @@ def test_a_killed_promotion_is_finished_and_returned_by_the_next_one(waiting):
     assert promotion.challenger == 4
     assert waiting.record() == ["first", "promoted"]
     assert waiting.aliases()["champion"] == 4
+
+
+def test_a_move_whose_version_or_model_is_gone_is_recorded_as_not_done(waiting):
+    entry = Entry(
+        action="promote", model="m3diff", champion_before=1, target=4, outcome="promoted", reason="", previous=1
+    )
+    move = append_decision(Path(), add_identities(waiting.client, entry), is_pending=True)
+    waiting.client.delete_model_version("m3diff", "4")
+    assert not carry_out(waiting.client, Path(), move)
+    recreate_model(waiting)
+    assert not carry_out(waiting.client, Path(), move)
+    *_, version_gone, model_gone = waiting.entries()
+    assert "version 4 " in version_gone.reason
+    assert "version" not in model_gone.reason
+    for decision in (version_gone, model_gone):
+        assert decision.outcome == "not done"
+        assert decision.abandoned_move == move.number
+    assert find_pending_move(Path()) is None

@@ -2,6 +2,8 @@
 
 import re
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -9,6 +11,7 @@ from pydantic import ValidationError
 from m3diff.records.errors import DataError
 from m3diff.registry.decisions import Decision, Entry, Identity
 from m3diff.registry.gate import GuardedScore, refuse
+from m3diff.registry.moves import read_identity
 from m3diff.registry.promote import GateDecision, is_repetition, refuse_rolled_back
 from tests.errors import raises
 from tests.registry.conftest import PAIRS, PROTOCOL, make_scores
@@ -90,6 +93,27 @@ def test_a_decision_of_the_gate_is_read_back_from_its_entry():
     recorded = {"number": 3, "decided_at": "2026-01-02T03:04:05Z", "author": "a@b", "flow_run": None, "commit": None}
     entry = Decision(**dict(decision.to_entry(previous=1)), **recorded)
     assert GateDecision.from_decision(entry) == decision
+
+
+TAGS = {"dvc.checkpoint": "a", "dvc.code": "b", "predict.max_new_tokens": "64"}
+
+
+def identity_of(run: str = "run", **changed_tags: str) -> Identity:
+    tags = TAGS | {name.replace("__", "."): value for name, value in changed_tags.items()}
+    version: Any = SimpleNamespace(run_id=run, tags=tags)
+    return read_identity(version)
+
+
+def test_a_version_is_identified_by_its_run_and_by_checkpoint_code_and_length_limit():
+    identity = identity_of()
+    assert identity.run == "run"
+    assert identity_of("another run", git__commit="c").content == identity.content
+    for tag in ("dvc__checkpoint", "dvc__code", "predict__max_new_tokens"):
+        assert identity_of(**{tag: "changed"}).content != identity.content, tag
+
+
+def test_versions_that_were_made_by_hand_have_no_content_in_common():
+    assert identity_of("", dvc__checkpoint="") == Identity(run=None, content=None)
 
 
 REFUSAL = {

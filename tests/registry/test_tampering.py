@@ -75,6 +75,10 @@ MALFORMED: dict[str, tuple[pa.Table, list[Fault]]] = {
         GOOD.append_column("id", GOOD["id"]),
         [Fault("registry.scores_column_repeated", name="id", count=2)],
     ),
+    "a score is there twice": (
+        GOOD.append_column("CIDEr", GOOD["CIDEr"]),
+        [Fault("registry.scores_column_repeated", name="CIDEr", count=2)],
+    ),
     "scores are text": (
         replaced("CIDEr", pa.array(["5.0"] * PAIRS)),
         [Fault("registry.scores_of_other_type", name="CIDEr", value="string", expected="numbers")],

@@ -2,7 +2,9 @@
 
 import re
 
-from m3diff.registry.versions import format_table, list_models
+from mlflow.store.entities import PagedList
+
+from m3diff.registry.versions import format_table, iterate_pages, list_models
 
 
 def test_each_version_is_listed_with_aliases_scores_run_and_lineage_newest_first(registry):
@@ -31,6 +33,16 @@ def test_each_version_is_listed_with_aliases_scores_run_and_lineage_newest_first
     assert newer_row["aliases"] == ["challenger"]
     assert newer_row["scores"] == {}
     assert newer_row["dirty"] is False
+
+
+def test_the_results_of_a_search_are_those_of_all_its_pages():
+    pages = {None: PagedList([1, 2], "second"), "second": PagedList([], "third"), "third": PagedList([3], None)}
+
+    def search(condition: str, page_token: str | None = None) -> PagedList[int]:
+        assert condition == "all"
+        return pages.pop(page_token)
+
+    assert list(iterate_pages(search, "all")) == [1, 2, 3]
 
 
 ROW = {"version": 1, "aliases": ["archive", "champion"], "registered": "2026-01-02 03:04", "scores": {"CIDEr": 1.254}}
