@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+from PIL import Image
+
 from m3diff.images.saliency import draw_outlines
 from m3diff.records.errors import DataError
+from m3diff.records.sample import ImageRef
 from m3diff.report.images import (
+    MAX_PX,
     DrawnImages,
     ImageRights,
     draw_images,
@@ -29,6 +34,16 @@ def test_images_stay_inside_while_they_fit_and_one_too_many_makes_all_of_them_fi
     links = link_images([*images, b"jkl"], tmp_path, 12)
     assert {image: (tmp_path.parent / link).read_bytes() for image, link in links.items()} == {i: i for i in links}
     assert links.keys() == {*images, b"jkl"}
+
+
+@pytest.mark.parametrize(
+    ("size", "shown_size"),
+    [((2 * MAX_PX, MAX_PX), (MAX_PX, MAX_PX // 2)), ((10, 2 * MAX_PX), (5, MAX_PX)), ((24, 16), (24, 16))],
+    ids=["wide", "high", "small"],
+)
+def test_a_large_image_is_shown_smaller_in_its_proportions(size, shown_size, tmp_path: Path):
+    Image.new("RGB", size).save(tmp_path / "a.png")
+    assert load_small(ImageRef(str(tmp_path / "a.png"), bench.digest(tmp_path / "a.png"))).size == shown_size
 
 
 def test_each_pair_has_its_own_images_in_order_as_the_licence_allows(root: Path):

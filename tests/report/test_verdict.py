@@ -129,6 +129,9 @@ SETTINGS = {
 }
 
 
+WITHOUT_LORA = {name: value for name, value in SETTINGS.items() if name != "lora"}
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A git repository of one commit, of a known time; the current directory."""
@@ -171,12 +174,13 @@ def code_of(text: str) -> str:
 
 
 def test_the_head_names_model_base_training_parameters_and_rates(project):
-    facts = read_origin(write_report(project)).facts
-    assert facts["Model"] == "small (family m3diff)"
-    assert facts["Base"] == "data/00_base"
-    assert facts["Training"] == "1,097 steps of 16 sequences (2.7 epochs, 35,056 captions), seed 5"
-    assert facts["Parameters"] == "1.74 M trained, 0.67 M frozen; LoRA of rank 32, alpha 256"
-    assert facts["Learning rates"] == "vision 0.0004, llm 0.0014"
+    assert read_origin(write_report(project)).facts == {
+        "Model": "small (family m3diff)",
+        "Base": "data/00_base",
+        "Learning rates": "vision 0.0004, llm 0.0014",
+        "Training": "1,097 steps of 16 sequences (2.7 epochs, 35,056 captions), seed 5",
+        "Parameters": "1.74 M trained, 0.67 M frozen; LoRA of rank 32, alpha 256",
+    }
 
 
 def test_the_file_beside_the_page_names_the_commit_and_when_the_page_was_drawn(project):
@@ -191,8 +195,10 @@ def test_the_file_beside_the_page_names_the_commit_and_when_the_page_was_drawn(p
         ({"exported_step": 800}, "Checkpoint", "step 800, which has the highest CIDEr on validation pairs"),
         ({"alignment": {"steps": 1, "captions": 40, "loss": 2.0}}, "Alignment before it", "1 step (40 captions)"),
         ({"settings": SETTINGS | {"model": "m3diff"}}, "Model", "m3diff"),
+        ({"settings": SETTINGS | {"lora": {"rank": 0}}}, "Parameters", "1.74 M trained, 0.67 M frozen"),
+        ({"settings": WITHOUT_LORA}, "Parameters", "1.74 M trained, 0.67 M frozen"),
     ],
-    ids=["best checkpoint", "alignment", "model of its family's name"],
+    ids=["best checkpoint", "alignment", "model of its family's name", "LoRA of rank 0", "no LoRA"],
 )
 def test_the_head_says_what_is_special_about_a_training(project, changes, name, value):
     assert read_origin(write_report(project, **changes)).facts[name] == value
