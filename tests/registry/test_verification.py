@@ -18,7 +18,13 @@ from m3diff.records.errors import DataError
 from m3diff.registry import verification
 from m3diff.registry.restore import check_restored, restore
 from m3diff.registry.tracking import weights_sha256
-from m3diff.registry.verification import LineageCheck, check_stored_model, verify_lineage
+from m3diff.registry.verification import (
+    LineageCheck,
+    all_ok,
+    check_stored_model,
+    compare_hashes,
+    verify_lineage,
+)
 from m3diff.settings.load import load_params
 from tests import toy
 from tests.errors import Message, raises
@@ -149,6 +155,24 @@ def test_a_tag_that_does_not_match_the_content_is_found(project, monkeypatch, ta
     monkeypatch.setattr(verification, "find_version", find_version_with_other_tag)
     assert (outcome, part) in [fault[:2] for fault in faults()]
     assert main(["lineage", "1"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "outcome", "shown_hash"),
+    [
+        ("1" * 32, "1" * 32, "ok", "1" * 32),
+        ("1" * 32, "2" * 32, "differs", "1" * 32),
+        ("1" * 32, None, "missing", "1" * 32),
+        (None, "2" * 32, "missing", "2" * 32),
+        (None, None, "missing", ""),
+    ],
+    ids=["equal", "different", "no content", "no tag", "neither"],
+)
+def test_content_is_ok_only_if_it_has_the_hash_of_the_version(expected, actual, outcome, shown_hash):
+    check = compare_hashes("mixture", "a", expected, actual)
+    assert check.outcome == outcome
+    assert check.hash == shown_hash
+    assert all_ok([check]) == (outcome == "ok")
 
 
 @pytest.mark.parametrize("outcome", ["ok", "differs", "missing"])
