@@ -321,14 +321,14 @@ def test_a_question_that_may_be_answered_later_is_no_error_of_the_user(status, s
 
 def test_a_form_that_the_server_always_rejects_is_the_users_error(server, tmp_path, monkeypatch):
     """A run of one question ends after it. A run of many questions ends before all of them are sent."""
-    monkeypatch.setattr(client, "WINDOW", 16)
+    monkeypatch.setattr(client, "WINDOW", 8)
     server.replies = {"?": [(400, {"error": {"message": "no such field"}})]}
     with raises(ParamsError, "endpoint.refused", names=["'a?'"]) as refused:
         ask(server, tmp_path, "a?")
     assert "no such field" in refused.value.fields["cause"]
     with raises(ParamsError, "endpoint.refused"):
         ask(server, tmp_path, *(f"{number}?" for number in range(200)))
-    assert len(server.requests) <= 1 + 16
+    assert len(server.requests) <= 1 + 8
     assert not (tmp_path / "answers.jsonl").exists()
 
 

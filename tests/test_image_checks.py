@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import sys
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -204,6 +205,13 @@ def test_after_a_change_of_the_pixel_limit_cached_images_are_judged_again(tmp_pa
         assert str(tmp_path / "bad.png") not in cached
 
 
+def test_an_image_as_large_as_the_pixel_limit_is_read_once(tmp_path, read_paths):
+    save_picture(tmp_path / "a.png", 1)
+    for _ in range(2):
+        assert verdicts(tmp_path, "a.png", max_pixels=16 * 16) == ["ok"]
+    assert read_paths == [["a.png"]]
+
+
 @pytest.mark.parametrize("damage", [b"", b"PAR1 not parquet", "other columns", "other types"])
 def test_a_damaged_cache_is_replaced(tmp_path, damage):
     save_picture(tmp_path / "a.png", 1)
@@ -262,6 +270,19 @@ def test_many_images_are_dealt_to_workers_in_batches_and_none_is_lost(tmp_path, 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # which a worker sets
     assert frame_of(tmp_path, *names).equals(checks_in_this_process)
     assert Image.MAX_IMAGE_PIXELS is None, "workers have checked them"
+
+
+def test_a_few_images_are_checked_in_this_process_whose_settings_stay(tmp_path, monkeypatch):
+    names = [f"{number}.png" for number in range(3)]
+    for number, name in enumerate(names):
+        save_picture(tmp_path / name, number)
+    pixel_limit = Image.MAX_IMAGE_PIXELS
+    warning_filters = list(warnings.filters)
+    monkeypatch.setattr(image_check, "MIN_FILES_FOR_WORKERS", 3)
+    monkeypatch.setattr(image_check, "worker_pool", lambda: pytest.fail("workers were started"))
+    assert verdicts(tmp_path, *names) == ["ok"] * 3
+    assert pixel_limit == Image.MAX_IMAGE_PIXELS
+    assert warning_filters == warnings.filters
 
 
 @pytest.mark.parametrize("has_sockets", [True, False])

@@ -177,6 +177,16 @@ def test_an_image_of_another_shape_is_a_change_whatever_its_pixels(size, likenes
     assert compare_images(after, before, 64) in likenesses
 
 
+@pytest.mark.parametrize("is_upright", [False, True], ids=["wide", "high"])
+def test_the_short_side_of_a_smaller_strip_may_be_rounded(is_upright, tmp_path):
+    """The long side of a strip then differs by many pixels from the one that the short side suggests."""
+    paths = []
+    for size in ((400, 6), (300, 4)):
+        strip = Image.new("RGB", size[::-1] if is_upright else size, (120, 120, 120))
+        paths.append(save_image(strip, tmp_path / f"{size[0]}.png"))
+    assert compare_images(*paths, 64) == NOISE
+
+
 @pytest.mark.parametrize("size", [(4, 4), (160, 3)], ids=str)
 def test_an_image_of_a_few_pixels_is_compared_as_a_whole(tmp_path, size):
     noise = np.random.default_rng(1).integers(0, 240, (*size, 3), dtype=np.uint8)

@@ -67,6 +67,7 @@ def test_the_size_of_an_image_is_read_from_its_header_as_upright(orientation, si
     (tmp_path / "a.png").write_bytes(data[: data.index(b"IDAT") + 6])  # nothing of a pixel is there
     assert read_image_size(tmp_path / "a.png") == size
     assert read_image_size(str(tmp_path / "a.png")).aspect_ratio == 1.5
+    assert read_image_size(tmp_path / "a.png").area == 24
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,16 @@ def test_heic_is_opened_by_the_plugin(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load_image(tmp_path / "a.heic").size == (8, 6)
 
 
+def test_the_first_image_of_a_process_may_have_any_format(tmp_path, monkeypatch):
+    """Pillow registers most formats only when `Image.init` is called."""
+    Image.new("RGB", (8, 6)).save(tmp_path / "a.webp")
+    monkeypatch.delitem(Image.OPEN, "WEBP")
+    monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "WEBP"])
+    monkeypatch.setattr(Image, "_initialized", 1)
+    monkeypatch.delitem(sys.modules, "PIL.WebPImagePlugin")
+    assert load_image(tmp_path / "a.webp").size == (8, 6)
+
+
 @pytest.mark.fault("15")
 def test_the_first_frame_is_taken_as_rgb(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (3, 3), colour) for colour in ((255, 0, 0), (0, 255, 0))]
@@ -281,6 +292,10 @@ READ: dict[str, tuple[bytes, np.ndarray | None]] = {
     "alpha without a tag": (tiff(with_band(CUT_OUT)), WHITE_OUT),
     "premultiplied alpha": (tiff(with_band(CUT_OUT, PICTURE * (CUT_OUT[:, None] > 0)), 1), WHITE_OUT),
     "half of it, premultiplied": (tiff(with_band(128, PICTURE // 4), 1), PICTURE // 4 + 127),
+    "half of it, premultiplied, and one band more": (
+        tiff(np.concatenate([with_band(128, PICTURE // 4), GREY], axis=2).astype(np.uint8), 1, 0),
+        PICTURE // 4 + 127,
+    ),
     "half of grey, premultiplied": (tiff(with_band(128, GREY // 4), 1), GREY.repeat(3, axis=2) // 4 + 127),
     "12 bits, packed": (tiff(PACKED, width=[12], bits=[12]), GREY.repeat(3, axis=2)),
     "an empty canvas": (saved("PNG", "RGBA", with_band(0, PICTURE * 0)), PICTURE * 0 + 255),

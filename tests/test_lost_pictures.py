@@ -3,6 +3,7 @@
 import io
 import itertools
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +103,42 @@ def test_a_damaged_jpeg_is_refused_with_its_name(writer: str, damage, tmp_path: 
         load_image(tmp_path / "a.png")
 
 
-def test_zero_bytes_that_decode_without_a_warning_are_damage(tmp_path: Path) -> None:
-    data = encode(EVEN_GROUND, "JPEG", quality=90)
-    silent = []
+def silently_zeroed_scans(data: bytes) -> Iterator[bytes]:
+    """Yield copies of a JPEG in which a part of the scan is zero bytes that decode without a warning."""
     for start in range(scan_start(data), len(data) - 70, 10):
         damaged = data[:start] + bytes(64) + data[start + 64 :]
         try:
             jpeg.simplejpeg.decode_jpeg(damaged)
         except ValueError:
             continue
-        silent.append(damaged)
+        yield damaged
+
+
+def with_one_segment_of_tables(data: bytes) -> bytes:
+    """Return a JPEG whose Huffman tables are in one segment, those of the colours first, as encoders may write them."""
+    tables = []
+    while b"\xff\xc4" in data:
+        start = data.index(b"\xff\xc4")
+        end = start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
+        tables.append(data[start + 4 : end])
+        data = data[:start] + data[end:]
+    content = b"".join(reversed(tables))
+    scan = data.rindex(b"\xff\xda")
+    return data[:scan] + b"\xff\xc4" + struct.pack(">H", 2 + len(content)) + content + data[scan:]
+
+
+def test_zero_bytes_that_decode_without_a_warning_are_damage(tmp_path: Path) -> None:
+    silent = list(silently_zeroed_scans(encode(EVEN_GROUND, "JPEG", quality=90)))
     assert silent
     refusal = Message("images.damaged_jpeg", cause="zero bytes in its scan")
     assert all(verdict(damaged, tmp_path) == refusal for damaged in silent)
+
+
+def test_zero_bytes_are_damage_whichever_segment_has_the_tables(tmp_path: Path) -> None:
+    data = with_one_segment_of_tables(encode(EVEN_GROUND, "JPEG", quality=90))
+    assert verdict(data, tmp_path) == OK
+    damaged = next(silently_zeroed_scans(data))
+    assert verdict(damaged, tmp_path) == Message("images.damaged_jpeg", cause="zero bytes in its scan")
 
 
 @pytest.mark.parametrize("writer", ["baseline", "4:4:4", "4:2:2", "grey", "restart marks", "optimised", "progressive"])
@@ -226,6 +250,7 @@ DARK = {
 IN_RANGE = {
     "a night with a lamp": NIGHT,
     "black and white alone": marked(slice(0, 21), ALL_LINES, 65535, GROUND * 0),
+    "two bright lines": marked(slice(0, 2), ALL_LINES, 52000),
     "a white page": marked(slice(0, 60), ALL_LINES, 65535),
     "an even dark picture": GROUND * 0 + 2000,
     "the whole range": GROUND * 20,
