@@ -167,6 +167,14 @@ def test_a_sequence_with_one_branch_needs_no_cache(base_folder: Callable[[str], 
     assert not unit.prefix_ids.numel()
 
 
+@pytest.mark.parametrize("name", ["one reference", "references of unequal length"])
+def test_no_logits_are_computed_for_the_prompt(name, base_folder: Callable[[str], Path]) -> None:
+    processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
+    (unit,) = make_units(sequences_of(processor, double=False)[name], processor)
+    logits = read_unit(adapted_model("qwen3_vl", base_folder("qwen3_vl")), unit, processor, CPU)
+    assert logits.shape[1] == len(processor.encode_answer(LONG))
+
+
 def test_text_alone_gives_the_vision_encoder_a_gradient_of_zero(base_folder: Callable[[str], Path]) -> None:
     processor = load_processor("qwen3_vl", base_folder("qwen3_vl"))
     model = adapted_model("qwen3_vl", base_folder("qwen3_vl"))

@@ -16,14 +16,17 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import (
     ADAPTERS,
     CheckpointError,
+    convert_loading_errors,
     export_checkpoint,
     folder_sha256,
     load_model,
+    load_processor,
     read_manifest,
     save_checkpoint,
     verify_manifest,
     write_manifest,
 )
+from m3diff.records.errors import Fault, ParamsError
 from tests.errors import raises
 from tests.models.test_llava import pair_inputs
 from tests.tiny import DIFFERENCE, MDP, tiny_base, tiny_checkpoint, tiny_settings, tiny_trained
@@ -123,6 +126,25 @@ def test_a_missing_tuned_weight_is_an_error_though_the_manifest_agrees(checkpoin
         load_model(folder)
 
 
+@pytest.mark.fault("28")
+def test_the_first_of_many_missing_tuned_weights_are_named_in_order(checkpoint):
+    folder = checkpoint / ADAPTERS
+    facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
+    tuned = load_file(folder / "tuned.safetensors")
+    missing_names = sorted(tuned)[:9]
+    save_file({name: tuned[name] for name in tuned if name not in missing_names}, folder / "tuned.safetensors")
+    write_manifest(folder, **facts)
+    with raises(CheckpointError, "models.other_tuned_weights", value=9, names=missing_names[:3]):
+        load_model(folder)
+
+
+def test_adapters_are_not_laid_over_a_base_that_was_quantized(checkpoint):
+    config = checkpoint.parent / "base" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    with raises(CheckpointError, "models.quantized", path=config, value="awq"):
+        load_model(checkpoint / ADAPTERS)
+
+
 def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
@@ -153,6 +175,47 @@ def test_a_damaged_checkpoint_is_refused_and_the_file_named(name, checkpoint):
     damage(checkpoint)
     with raises(CheckpointError, code, path=checkpoint / file):
         load_model(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "models.missing_file"),
+        (rewritten("config.json", lambda d: d[:-9]), "models.not_json"),
+    ],
+    ids=["missing", "cut off"],
+)
+def test_a_processor_is_refused_if_the_configuration_beside_it_is_damaged(damage, code, checkpoint):
+    damage(checkpoint)
+    with raises(CheckpointError, code, path=checkpoint / "config.json"):
+        load_processor(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("\n  size mismatch\nfor weight a"), "size mismatch"),
+        (KeyError(), "KeyError"),
+        (
+            ParamsError("files.unreadable", path=Path("a"), cause="b"),
+            Fault("files.unreadable", path=Path("a"), cause="b"),
+        ),
+    ],
+    ids=["lines", "no text", "coded"],
+)
+def test_an_error_of_loading_has_the_folder_and_its_cause_in_one_line(error, cause):
+    folder = Path("folder")
+    with raises(CheckpointError, "models.not_loaded", path=folder, cause=cause), convert_loading_errors(folder):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError(), CheckpointError("models.quantized")], ids=repr
+)
+def test_an_error_that_says_what_is_wrong_with_the_machine_or_folder_stays(error):
+    with pytest.raises(type(error)) as raised, convert_loading_errors(Path("folder")):
+        raise error
+    assert raised.value is error
 
 
 @pytest.mark.fault("09")
