@@ -13,7 +13,7 @@ from PIL import Image
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.utils import is_num2words_available, is_torchvision_available
 
-from m3diff.models.auto_processor import CHOICES, TOKEN_INPUTS, TOKEN_TYPES, ChatTemplateProcessor
+from m3diff.models.auto_processor import CHOICES, TOKEN_INPUTS, TOKEN_TYPES, ChatTemplateProcessor, smaller_settings
 from m3diff.models.cached_prompts import rope_positions
 from m3diff.models.conformity import missing_members_of
 from m3diff.models.contract import Processor
@@ -656,3 +656,24 @@ def test_a_processor_whose_settings_do_not_work_is_refused(load: Load, base: Bas
     (folder / "preprocessor_config.json").write_text(json.dumps(configuration | {"patch_size": 0}))
     with raises(DataError, "models.processor_fails", path=folder):
         load("qwen3_vl", folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "smaller_values"),
+    [
+        ("max_pixels", 1024, [256, 512]),
+        ("max_patches", 3, [1]),
+        ("max_patches", 1, []),
+        ("max_pixels", None, [100]),
+        ("min_pixels", None, []),
+        ("size", {"height": 64, "width": 32, "unit": "px"}, [{"height": 16, "width": 8}, {"height": 32, "width": 16}]),
+        ("size", {}, []),
+        ("grids", ["a", "b", "c"], [["a"]]),
+        ("do_pan_and_scan", True, [False]),
+        ("do_pan_and_scan", False, []),
+        ("do_resize", True, []),
+        ("resample", "bicubic", []),
+    ],
+)
+def test_a_setting_is_tried_with_a_quarter_and_half_of_its_value(name, value, smaller_values):
+    assert smaller_settings(name, value, pixels=6400) == smaller_values

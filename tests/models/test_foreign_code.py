@@ -182,6 +182,14 @@ def test_a_field_that_leads_to_code_or_other_files_is_refused_by_name(case, chec
 
 
 @pytest.mark.fault("31")
+def test_a_field_within_a_list_is_refused_by_its_place(tmp_path):
+    set_fields(tmp_path / "config.json", parts=[{}, {"auto_map": EVIL_MAP}])
+    expected = {"path": tmp_path / "config.json", "field": "parts.1.auto_map", "value": EVIL_MAP}
+    with raises(ForeignCodeError, "models.field_names_code", **expected):
+        refuse_foreign_code(tmp_path)
+
+
+@pytest.mark.fault("31")
 @pytest.mark.parametrize("case", [case for case, (_, field, _) in FIELDS.items() if field.endswith("auto_map")])
 def test_transformers_itself_is_told_to_trust_no_code(case, checkpoint, mark, monkeypatch):
     """If nothing refused these folders, they would load or fail, but not prompt or run code."""

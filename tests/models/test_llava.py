@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoProcessor
+from transformers import AutoModelForCausalLM, AutoProcessor
 
 from m3diff.models import FAMILIES
 from m3diff.models.layers import image_pairs
+from m3diff.models.onediff_model import OneDiffConfig
 from tests.models.llava15 import write_llava15
 from tests.models.test_modules import bert
 from tests.tiny import (
@@ -161,3 +162,25 @@ def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision, tmp_path):
     shutil.rmtree(folder / "bert")
     bare = ONEDIFF.load(folder, torch.float32, tmp_path / "trained")  # as under adapters, which hold its weights
     assert json.dumps(bare.config.vdm, sort_keys=True) == json.dumps(model.config.vdm, sort_keys=True)
+
+
+# Parameters that Qwen2 and Llama have as published, and those of the rows that LLaVA adds to their vocabularies
+PUBLISHED_PARAMETERS = {
+    "llava-onevision-qwen2-7b-ov-hf": 7_615_616_512,
+    "llava-onevision-qwen2-0.5b-ov-hf": 494_032_768 + 64 * 896,
+    "llava-1.5-7b-hf": 6_738_415_616 + 64 * 2 * 4096,
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLISHED_PARAMETERS.items(), ids=PUBLISHED_PARAMETERS)
+def test_the_llm_of_a_published_base_has_as_many_parameters_as_published(name, parameters):
+    config = OneDiffConfig.for_published_base(name, None)
+    assert config.name_or_path == f"llava-hf/{name}"
+    with torch.device("meta"):
+        llm = AutoModelForCausalLM.from_config(config.text_config, trust_remote_code=False)
+    assert sum(weight.numel() for weight in llm.parameters()) == parameters
+
+
+def test_a_base_of_an_unknown_name_is_planned_like_the_first_published_one():
+    config = OneDiffConfig.for_published_base("own-base", None)
+    assert config.name_or_path == f"llava-hf/{OneDiffConfig.BASES[0]}"

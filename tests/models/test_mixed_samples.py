@@ -160,6 +160,16 @@ def test_separate_rows_have_the_loss_and_gradients_of_a_packed_batch(name, bench
         assert difference <= 1e-10 * max(gradient.norm(), 1e-2 * total_norm), parameter
 
 
+def test_a_packing_says_whether_the_branches_of_a_pair_are_one_row(bench):
+    sequences = [bench.sequence(BATCHES["questions on one pair"][0])]
+    packed = MaskedRows().batch(sequences, bench.processor, Device(False, "fp32")).packed
+    separate = SeparateRows().batch(sequences, bench.processor, Device(False, "fp32"))
+    assert MaskedRows.shares_prompts
+    assert packed.tokens < separate.attention_mask.sum()
+    assert not SeparateRows.shares_prompts
+    assert len(separate.input_ids) == 3
+
+
 def test_separate_rows_have_the_weights_of_their_sequences(bench):
     sequences = [bench.sequence(BATCHES["turns"][0]), bench.sequence(BATCHES["turns"][1], weight=0)]
     batch = SeparateRows().batch(sequences, bench.processor, Device(False, "fp32"))
@@ -185,12 +195,13 @@ def test_a_model_whose_layers_ignore_the_packing_is_refused(stock_layers, fused_
     model_bench.packed_loss(BATCHES["turns"], packing=SeparateRows())
 
 
-def test_a_batch_without_a_pair_has_a_gradient_for_the_same_parameters(bench):
+@pytest.mark.parametrize("packing", [MaskedRows, SeparateRows])
+def test_a_batch_without_a_pair_has_a_gradient_for_the_same_parameters(packing, bench):
     """With ZeRO, a part without a gradient on one worker would stop the others or skip the decay of its weights."""
 
     def gradients(name: str) -> dict[str, torch.Tensor]:
         bench.model.zero_grad()
-        bench.packed_loss(BATCHES[name]).backward()
+        bench.packed_loss(BATCHES[name], packing=packing()).backward()
         return {name: weight.grad for name, weight in bench.model.named_parameters() if weight.grad is not None}
 
     gradients_of_pairs = gradients("turns")

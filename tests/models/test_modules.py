@@ -350,3 +350,9 @@ def test_a_bert_that_does_not_fit_is_refused_with_the_remedy(changes, lost, code
     save_file(weights, tmp_path / "bert" / "model.safetensors")
     with raises(DataError, code, path=tmp_path / "bert", **fields):
         VisualDeltaModule(VDMConfig(**VDM | changes), D, W).copy_bert_weights(tmp_path / "bert")
+
+
+def test_a_bert_with_fewer_layers_than_the_module_is_refused(tmp_path):
+    bert(tmp_path / "bert", layers=3)
+    with raises(DataError, "models.other_bert", path=tmp_path / "bert", layers=3, expected_layers=4):
+        VisualDeltaModule(VDMConfig(**VDM | {"layers": 4}), D, W).copy_bert_weights(tmp_path / "bert")
