@@ -915,6 +915,14 @@ def test_a_waiting_question_is_not_asked_after_the_end_of_the_run():
     assert begun_questions == [False]
 
 
+def test_only_the_first_silence_of_a_run_is_reported():
+    reports: list[str] = []
+    watch = SilenceWatch(lambda: reports.append("silence"))
+    for _ in range(3):
+        watch.record_silence()
+    assert reports == ["silence"]
+
+
 @pytest.mark.parametrize(
     "fault", [ServerFault.HANG, ServerFault.HEADERS_ONLY, ServerFault.TRICKLE], ids=lambda fault: fault.name
 )
@@ -991,6 +999,24 @@ def test_the_connection_of_a_reply_that_takes_too_long_is_closed(monkeypatch):
     with http_client(trust_env=False) as limited_client, pytest.raises(openai.APITimeoutError):
         limited_client.get("http://127.0.0.1:9/v1", timeout=-1)
     assert body.is_closed
+
+
+def test_a_server_that_accepts_no_connection_in_time_cannot_be_reached(monkeypatch):
+    """It is not a server that hangs, so the question is not the cause."""
+
+    def time_out(*_: object) -> None:
+        raise httpx2.ConnectTimeout("no connection in 10 s")
+
+    monkeypatch.setattr(httpx2.HTTPTransport, "handle_request", time_out)
+    with http_client(trust_env=False) as limited_client, pytest.raises(httpx2.ConnectError):
+        limited_client.get("http://127.0.0.1:9/v1", timeout=1)
+
+
+def test_a_question_that_the_server_does_not_implement_is_sent_once(server, tmp_path):
+    server.default = 501
+    with raises(EndpointError, "endpoint.failed", names=["'a?'"]):
+        ask(server, tmp_path, "a?")
+    assert len(server.requests) == 1
 
 
 def test_a_slow_reply_within_the_limit_is_an_answer(server, tmp_path):

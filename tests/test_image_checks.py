@@ -66,6 +66,15 @@ def test_broken_files_are_told_apart(tmp_path):
         assert check["verdict"] == Message(code)
 
 
+def test_a_path_that_is_listed_twice_has_one_check_and_a_missing_one_has_none(tmp_path):
+    names = ["b.png", "a.png"]
+    for number, name in enumerate(names):
+        save_picture(tmp_path / name, number)
+    paths = pl.Series([str(tmp_path / "b.png"), None, str(tmp_path / "a.png"), str(tmp_path / "b.png")])
+    checks = check_images(paths, 10_000, tmp_path / "cache.parquet", "test")
+    assert [Path(path).name for path in checks["path"]] == ["a.png", "b.png"]
+
+
 @pytest.mark.fault("15")
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
