@@ -157,6 +157,13 @@ def test_every_fault_is_named_at_once(params, monkeypatch, java):
     assert str(java) in str(java_fault.fields["cause"])
 
 
+def test_a_training_in_this_process_needs_memory_for_one_model(params, monkeypatch):
+    commands(monkeypatch)
+    set_free_gib(monkeypatch, disk=100, memory=3)
+    needed = Fault("preflight.memory_too_small", free=3.0, needed=4.0, workers=1)
+    assert faults_of(with_compute(params, workers=0)) == [needed]
+
+
 def time_out() -> Any:
     raise subprocess.TimeoutExpired("nvidia-smi", 60)
 

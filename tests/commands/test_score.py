@@ -760,6 +760,8 @@ def test_the_check_of_spice_says_that_java_is_missing_and_how_to_fetch_the_jars(
     assert Message("scoring.java_missing", limit=8).in_text(check.lines[0])
     address = "https://repo1.maven.org/"
     assert check.lines[1].startswith(f"curl -fL --create-dirs -o spice/stanford-corenlp-3.6.0.jar {address}")
+    assert "--spice-dir" in check.lines[-1]
+    assert "compute.spice_dir" in check.lines[-1]
 
 
 def a_report(**changes) -> ScoreReport:

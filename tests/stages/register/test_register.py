@@ -382,6 +382,21 @@ def test_the_loser_of_a_race_removes_its_version_model_and_run(open_registry, mo
     )
 
 
+@pytest.mark.fault("m1")
+def test_the_run_of_the_oldest_version_stays_if_a_later_version_has_it_too(open_registry, monkeypatch):
+    register_model = mlflow.register_model
+
+    def register_twice(*arguments: Any, **options: Any) -> object:
+        register_model(*arguments, **options)
+        return register_model(*arguments, **options)
+
+    monkeypatch.setattr(mlflow, "register_model", register_twice)
+    registration = open_registry.register()
+    assert registration.version == 1
+    assert [run.info.run_id for run in open_registry.runs()] == [registration.run_id]
+    assert len(open_registry.client.search_logged_models([open_registry.experiment])) == 1
+
+
 def test_a_version_brings_every_file_that_its_model_can_import():
     components = toy.REPOSITORY / "components"
     models = [f"m3diff.models.{path.stem}" for path in (components / "models").glob("*.py") if path.stem != "__init__"]
