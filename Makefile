@@ -24,7 +24,7 @@ run: install    ## run the whole pipeline on the embedded benchmark, then print 
 test: install   ## run the quick tests
 	@OMP_NUM_THREADS=1 python -m pytest -n 3 --dist worksteal
 
-test-all: install ## run every test as CI does; tests of 45 seconds or more take turns, five minutes of them per day
+test-all: install ## run every test as CI does; tests of 45 seconds or more take turns, ten minutes of them in each run
 	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal --all -m 'not gpu and not team'
 
 test-gpu: install ## run the tests that need an NVIDIA GPU

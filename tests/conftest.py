@@ -24,17 +24,22 @@ sys.dont_write_bytecode = False
 FAULTS = Path(__file__).parent / "faults"
 SERVICES = Path(__file__).parents[1] / "services"  # the stores that the users of this checkout work with
 LONG_S = 45
-SAMPLE_S = 300
+SAMPLE_S = 600
 """`make test-all` runs SAMPLE_S seconds of the tests that take LONG_S seconds or more and of the slow tests of faults.
 `make test-long` runs all of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    today = int(time.time() // 86400)
+    quarter_of_day = int(
+        time.time() // 21600
+    )  # so that the sample changes often, and a run can be repeated for a while
     parser.addoption("--all", action="store_true", help="a sample of the longest tests, and every other")
     parser.addoption("--long", action="store_true", help="the tests alone of which --all takes a sample")
     parser.addoption(
-        "--faults-seed", type=int, default=today, help="seed of the faults and of their sample; else the day"
+        "--faults-seed",
+        type=int,
+        default=quarter_of_day,
+        help="seed of the faults and of their sample; by default a number that changes every six hours",
     )
 
 
@@ -98,7 +103,7 @@ def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
 
 
 def is_sampled(item: pytest.Item) -> bool:
-    """Return whether `--all` runs this test only on some days."""
+    """Return whether `--all` runs this test only with some seeds."""
     is_fault_test = item.get_closest_marker("fault") is not None or item.path.is_relative_to(FAULTS)
     return seconds_of(item) >= LONG_S or (is_fault_test and seconds_of(item) > 0)
 
