@@ -227,6 +227,16 @@ def test_a_small_faint_patch_is_no_noise(side, differences, tmp_path):
     assert compare_images(*paths, 96) == FAINT
 
 
+@pytest.mark.parametrize(("differences", "likeness"), [([[0, 1], [1, 2]], NOISE), ([[1, 1], [1, 2]], FAINT)], ids=str)
+def test_even_noise_has_a_mean_of_at_most_one_level(differences, likeness, tmp_path):
+    before = np.full((96, 96, 3), 120, dtype=np.uint8)
+    after = before + np.tile(np.array(differences, dtype=np.uint8), (48, 48))[..., None]
+    paths = [
+        save_image(Image.fromarray(image), tmp_path / name) for name, image in (("a.png", before), ("b.png", after))
+    ]
+    assert compare_images(*paths, 96) == likeness
+
+
 # Pairs of a table, and the cache of their results
 
 
