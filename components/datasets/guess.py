@@ -17,7 +17,7 @@ from typing import Any
 from m3diff.datasets.conversations import SYSTEM_COLUMN, begins_as_conversation, is_conversation
 from m3diff.datasets.doubts import Doubt
 from m3diff.datasets.files import columns_in
-from m3diff.datasets.filters import SPLIT_ALIASES, plain_name, readings_of_splits, split_in_name
+from m3diff.datasets.filters import SPLIT_ALIASES, plain_name, readings_of_splits, split_in_name, split_of_cell
 from m3diff.datasets.order import words_in
 from m3diff.datasets.split_column import SplitChoice, choose_split_column, documented_columns
 from m3diff.datasets.tables import TABLE_SUFFIXES, find_image_columns, holds_images, is_image, read_sample
@@ -190,7 +190,8 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
     other_values = {
         name: column for name, column in values.items() if name not in image_columns and not holds_images(column)
     }
-    split_of_all = {"split": split_in_name(path.stem) or "train"}
+    split_of_folder = split_of_cell(root.resolve().name)
+    split_of_all = {"split": split_in_name(path.stem) or split_of_folder or "train"}
     if is_file_by_split:
         split_choice = SplitChoice(occupied=documented_columns(list(other_values)))
     else:
@@ -222,6 +223,10 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
         options["splits"] = dict(split_choice.splits)
     if not is_file_by_split and not split_choice.column and not split_choice.doubts:
         options |= split_of_all
+        if split_in_name(path.stem) is None and split_of_folder not in (None, "train"):
+            # A folder of one's own may be called `test` for another reason
+            question = Fault("datasets.split_of_folder", folder=root.resolve().name, split=split_of_folder)
+            doubts.append(Doubt(question, [{"split": split_of_folder}, {"split": "train"}]))
         notes.append(
             f"{path.name}: no column names the split, so all pairs are {options['split']}: option `split`; "
             "if a column does, name it with the option columns: {split: NAME}"

@@ -9,6 +9,7 @@ semicolons, tabs or bars, with Excel's line `sep=;`, with a byte order mark, and
 import csv
 import io
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ IMAGE_SUFFIXES = (
 SEPARATORS = (",", ";", "\t", "|")
 LIST_COLUMNS = ("images", "image", "imgs", "imagepaths")  # names of columns that may contain a list of both images
 SAMPLE_ROWS = 200  # number of rows that are read to find out what the columns contain
+NAMES_IMAGE = re.compile(r"image|img|file|photo|picture", re.I)  # in the name of a column that names images
+TRIED_NAMES = 20  # number of a column's values that are looked up as names of images
 MAX_FOLDERS = 8  # if there are more folders next to a table, no path templates are tried
 
 
@@ -232,26 +235,43 @@ def holds_images(column: Sequence[Any]) -> bool:
 
 
 def _find_templates(root: Path, values: Mapping[str, list[Any]]) -> ImageColumns:
-    """Return path templates such as `before/{name}.png` if a column contains the names of images in two folders."""
+    """Return path templates such as `before/{name}.png` if columns contain the names of images in two folders.
+
+    Several such columns are a question to the user. In COCO's annotations, for example, `id` and `image_id` are both
+    numbers, but only `image_id` names an image.
+    """
     folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
     folder_pairs = choose_sides(folders) if len(folders) <= MAX_FOLDERS else []
+    templates_by_column: dict[str, list[dict[str, str]]] = {}
     for name, column in values.items():
-        stem = next((value for value in column if isinstance(value, str | int)), "")
-        for suffix in ("", *IMAGE_SUFFIXES):
-            image = f"{stem}{suffix}"
-            pairs_with_image = []
-            for before, after in folder_pairs:
-                if os.path.isfile(root / before / image) and os.path.isfile(root / after / image):
-                    pairs_with_image.append((before, after))
-            if pairs_with_image:
-                template = f"{{{name}}}{suffix}"
-                answers = [
-                    {"before": f"{before}/{template}", "after": f"{after}/{template}"}
-                    for before, after in pairs_with_image
-                ]
-                folder_names = sorted({*chain(*pairs_with_image)})
-                return ImageColumns(answers, Fault("datasets.order_of_folders", names=folder_names))
-    return ImageColumns()
+        templates = _templates_of_column(root, name, column, folder_pairs)
+        if templates:
+            templates_by_column[name] = templates
+    names = sorted(templates_by_column, key=lambda name: NAMES_IMAGE.search(name) is None)
+    answers = [template for name in names for template in templates_by_column[name]]
+    if len(names) > 1:
+        return ImageColumns(answers, Fault("datasets.columns_of_image_names", columns=names))
+    folder_names = sorted({answer[side].partition("/")[0] for answer in answers for side in SIDES})
+    return ImageColumns(answers, Fault("datasets.order_of_folders", names=folder_names)) if answers else ImageColumns()
+
+
+def _templates_of_column(
+    root: Path, name: str, column: Sequence[Any], folder_pairs: Sequence[tuple[str, str]]
+) -> list[dict[str, str]]:
+    """Return the path templates by which at least half of a column's values name images in both folders of a pair."""
+    stems = list(dict.fromkeys(value for value in column if isinstance(value, str | int)))[:TRIED_NAMES]
+    for suffix in ("", *IMAGE_SUFFIXES):
+        templates = []
+        for before, after in folder_pairs:
+            image_count = 0
+            for stem in stems:
+                is_in_both = all(os.path.isfile(root / folder / f"{stem}{suffix}") for folder in (before, after))
+                image_count += is_in_both
+            if image_count and 2 * image_count >= len(stems):
+                templates.append({"before": f"{before}/{{{name}}}{suffix}", "after": f"{after}/{{{name}}}{suffix}"})
+        if templates:
+            return templates
+    return []
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ SHAPES = {
     "header.csv": "image_id,caption\n" + CSV,
     "turned.csv": "score,caption,uid\n" + '1,"a man, in red, left",000256.png\n0,"the sign says ""open""",9\n',
     "header.tsv": 'image_id\tcaption\n000256.png\ta man, in red, left\n9\t"the sign says ""open"""\n',
+    "wrapped.json": {"model": "m", "results": COCO},
+    "wrapped_mapping.json": {"predictions": dict(ROWS)},
+    "pycocoevalcap.json": {name: [{"caption": caption}] for name, caption in ROWS},
+    "batch.json": [{"id": "batch_1", "custom_id": name, "prediction": caption} for name, caption in ROWS],
+    "with_references.json": [{"id": name, "pred": caption, "gts": ["gold"]} for name, caption in ROWS],
     "references.json": [{"caption": "gold", "prediction": caption, "image_id": name} for name, caption in ROWS],
 }
 
@@ -65,6 +70,16 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_usual_shape_is_read(name, tmp_path):
     assert read_predictions(write(tmp_path / name, SHAPES[name])).captions == ROWS
+
+
+@pytest.mark.parametrize("caption", [{"caption": "it fell"}, [{"caption": "it fell"}]], ids=["object", "list"])
+def test_a_single_caption_is_not_taken_for_an_object_that_wraps_captions(caption, tmp_path):
+    assert read_predictions(write(tmp_path / "a.json", {"7": caption})).captions == [("7", "it fell")]
+
+
+def test_two_lists_of_objects_with_ids_are_refused(tmp_path):
+    with raises(DataError, "score.no_text", field="value"):
+        read_predictions(write(tmp_path / "a.json", coco({"7": ["it fell"]})))
 
 
 NO_TEXT = [

@@ -153,6 +153,23 @@ def test_a_column_that_is_not_read_is_named(tmp_path):
     assert "not read: Teil" not in notes
 
 
+@pytest.mark.parametrize(
+    ("folder", "file", "answers"),
+    [
+        ("test", "pairs.csv", [{"split": "test"}, {"split": "train"}]),
+        ("Validation", "pairs.csv", [{"split": "val"}, {"split": "train"}]),
+        ("test", "train.csv", []),
+        ("train", "pairs.csv", []),
+        ("test_photos", "pairs.csv", []),
+    ],
+)
+def test_a_folder_that_is_called_like_a_split_is_asked_about(folder, file, answers, tmp_path):
+    (tmp_path / folder).mkdir()
+    guessed = write(tmp_path / folder, {"id": ["1"]}, file)
+    assert guessed.options["split"] == (answers[0]["split"] if answers else "train")
+    assert [doubt.answers for doubt in guessed.doubts] == [answers] * bool(answers)
+
+
 def test_a_single_file_of_one_split_is_read_as_a_whole(tmp_path):
     guessed = write(tmp_path, {"id": ["1"]}, "train.csv")
     assert guessed.options["manifest"] == "train.csv"

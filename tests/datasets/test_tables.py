@@ -161,6 +161,31 @@ def test_columns_whose_order_no_name_tells_are_a_question_with_both_answers(tmp_
     assert columns.question == Fault("datasets.order_of_columns", names=["left", "right"])
 
 
+def write_two_folders(root: Path, count: int) -> None:
+    for folder in ("before", "after"):
+        (root / folder).mkdir()
+        for number in range(count):
+            (root / folder / f"{number}.png").touch()
+
+
+def test_several_columns_of_names_of_images_are_a_question_with_the_likeliest_first(tmp_path):
+    """In COCO's annotations, the numbers in `id` and `image_id` often overlap."""
+    write_two_folders(tmp_path, 4)
+    columns = find_image_columns(tmp_path, {"id": [3, 2, 1], "image_id": [0, 0, 1], "caption": ["a", "b", "c"]})
+    assert columns.answers == [
+        {"before": f"before/{{{name}}}.png", "after": f"after/{{{name}}}.png"} for name in ("image_id", "id")
+    ]
+    assert columns.question == Fault("datasets.columns_of_image_names", columns=["image_id", "id"])
+
+
+@pytest.mark.parametrize(("names", "is_template"), [([0, 1, "gone", "lost"], True), ([0, "gone", "lost"], False)])
+def test_a_column_of_which_half_the_values_name_images_is_a_template(names, is_template, tmp_path):
+    write_two_folders(tmp_path, 2)
+    template = {"before": "before/{name}.png", "after": "after/{name}.png"}
+    columns = find_image_columns(tmp_path, {"caption": ["a"], "name": names})
+    assert columns.answers == [template] * is_template
+
+
 @pytest.mark.parametrize("cell", [["a.png", "b.png"], '["a.png", "b.png"]'], ids=["list", "JSON"])
 def test_a_list_of_both_images_may_be_a_json_text(cell):
     assert images_of("t.csv, line 2", {"images": cell}, {"images": "images"}) == ("a.png", "b.png")

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import DELIMITERS, describe, read_values
+from m3diff.datasets.files import DELIMITERS, describe, parse_json, read_values
+from m3diff.datasets.files import read_text as read_file
 from m3diff.datasets.tables import delimiter_of
 from m3diff.records.errors import DataError, Fault
 from m3diff.scoring.pairs import without_surrogates
 
-# Fields that may hold an id, the most likely first. "key" is the key of {id: caption}
+# Fields that may hold an id, the most likely first. "key" is the key of {id: caption}. OpenAI's results of a batch have
+# "custom_id", and their "id" is that of the batch
 ID_FIELDS = (
-    "image_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id", "key",
+    "image_id", "custom_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id",
+    "key",
 )  # fmt: skip
 # Fields that may hold a caption or an answer. If a row also has "prediction", its "caption" or "answer" is a reference.
 # "value" is the value of {id: caption}
-CAPTION_FIELDS = ("prediction", "caption", "value", "answer")
+CAPTION_FIELDS = ("prediction", "pred", "caption", "value", "answer")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def read_predictions(path: Path) -> Predictions:
     faults: list[Fault] = []
     delimiter = delimiter_of(path).get("delimiter")
     fields = PredictionFields()
-    for location, row in read_values(path, (), delimiter):
+    for location, row in read_values(path, (), delimiter, find_wrapped_captions(path)):
         where = str(path.parent / location)
         if isinstance(row, DataError):
             raise DataError(row.fault.at(path=where))
@@ -68,6 +71,29 @@ def read_predictions(path: Path) -> Predictions:
     if not captions:
         raise DataError("score.no_caption", path=path)
     return Predictions(captions=captions, faults=faults)
+
+
+def find_wrapped_captions(path: Path) -> str:
+    """Return the key of the captions in a JSON object that wraps them, such as `{"results": [...]}`, or "" in others.
+
+    Wrapped are a list of objects with an id, or an object of texts by id that is the only value.
+    """
+    if path.suffix.lower() != ".json":
+        return ""
+    content = parse_json(read_file(path), path)
+    if not isinstance(content, dict):
+        return ""
+    keys = []
+    for key, value in content.items():
+        is_list_with_ids = isinstance(value, list) and bool(value) and all(map(_has_id, value))
+        is_only_object = len(content) == 1 and isinstance(value, dict) and not {*CAPTION_FIELDS, *ID_FIELDS} & {*value}
+        if is_list_with_ids or is_only_object:
+            keys.append(key)
+    return keys[0] if len(keys) == 1 else ""
+
+
+def _has_id(row: Any) -> bool:
+    return isinstance(row, dict) and not row.keys().isdisjoint(ID_FIELDS)
 
 
 def is_uncaptioned(row: Any, caption_fields: Sequence[str]) -> bool:
@@ -125,7 +151,8 @@ def find_prediction_columns(path: Path, header: Sequence[str], delimiter: str | 
 def read_text(where: str, row: Any, fields: Sequence[str]) -> str:
     """Return the text of the first of these fields that is present in a row.
 
-    An integer or a list with a single text is also accepted.
+    An integer, a list with a single text and an object with a caption are also accepted: pycocoevalcap's results are
+    `{id: [{"caption": ...}]}`.
 
     Args:
         where: file and row, for error messages.
@@ -139,6 +166,8 @@ def read_text(where: str, row: Any, fields: Sequence[str]) -> str:
     value = row[present_fields[0]]
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
+    if isinstance(value, dict) and "caption" in value:
+        value = value["caption"]
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise DataError("score.no_text", path=where, field=present_fields[0], value=describe(value))
     return without_surrogates(str(value))

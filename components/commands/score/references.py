@@ -256,7 +256,8 @@ def find_reference_columns(path: Path) -> ReferenceColumns:
     possible_image_columns: set[str] = set()
     for answer in image_columns.answers:
         for name in answer.values():
-            possible_image_columns |= set(columns_in(name))
+            if images or "{" not in name:  # a column of names may be the column of ids
+                possible_image_columns |= set(columns_in(name))
     columns = [name for name in header if name not in possible_image_columns]
     ids = next(iter(find_columns(columns, ID_FIELDS)), None)
     question = next(iter(find_columns(columns, QUESTION_COLUMNS)), None)
