@@ -190,8 +190,7 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
     other_values = {
         name: column for name, column in values.items() if name not in image_columns and not holds_images(column)
     }
-    split_of_folder = split_of_cell(root.resolve().name)
-    split_of_all = {"split": split_in_name(path.stem) or split_of_folder or "train"}
+    split_of_all, split_doubts = _split_of_all(root, path)
     if is_file_by_split:
         split_choice = SplitChoice(occupied=documented_columns(list(other_values)))
     else:
@@ -223,15 +222,28 @@ def _guess_table_file(root: Path, path: Path, manifests: Sequence[str | dict[str
         options["splits"] = dict(split_choice.splits)
     if not is_file_by_split and not split_choice.column and not split_choice.doubts:
         options |= split_of_all
-        if split_in_name(path.stem) is None and split_of_folder not in (None, "train"):
-            # A folder of one's own may be called `test` for another reason
-            question = Fault("datasets.split_of_folder", folder=root.resolve().name, split=split_of_folder)
-            doubts.append(Doubt(question, [{"split": split_of_folder}, {"split": "train"}]))
+        doubts += split_doubts
         notes.append(
             f"{path.name}: no column names the split, so all pairs are {options['split']}: option `split`; "
             "if a column does, name it with the option columns: {split: NAME}"
         )
     return TableGuess(options, notes, doubts)
+
+
+def _split_of_all(root: Path, path: Path) -> tuple[dict[str, Any], list[Doubt]]:
+    """Return the option `split` of a table whose columns do not name the split, and a question about it.
+
+    The name of the file or of the folder names the split. If it is the folder, the user is asked: a folder may be
+    called `test` for another reason.
+    """
+    folder = root.resolve().name
+    split = split_in_name(path.stem)
+    split_of_folder = split_of_cell(folder)
+    if split or split_of_folder in (None, "train"):
+        return {"split": split or "train"}, []
+    question = Fault("datasets.split_of_folder", folder=folder, split=split_of_folder)
+    answers: list[dict[str, Any]] = [{"split": split_of_folder}, {"split": "train"}]
+    return answers[0], [Doubt(question, answers)]
 
 
 def _describe_columns(
