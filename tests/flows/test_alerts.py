@@ -39,6 +39,16 @@ def test_a_notice_goes_to_an_address_of_apprise_once_and_the_latest_are_remember
     assert len(listener.got) == 3
 
 
+@pytest.mark.parametrize("address", ["", " "])
+def test_without_an_address_no_alert_is_sent_or_kept(address, checkout, monkeypatch):
+    monkeypatch.setenv("M3DIFF_NOTIFY", address)
+    waiting_alerts = {"a": ["title", "text"]}
+    sending_times: dict[str, str] = {}
+    alerts.send_waiting_alerts(sending_times, waiting_alerts, pytest.fail)
+    assert waiting_alerts == {}
+    assert sending_times == {}
+
+
 def test_what_was_not_taken_is_a_warning_and_goes_out_at_the_next_occasion(checkout, listener: Listener, caplog, capfd):
     log_lines: list[str] = []
     listener.code = 500

@@ -194,6 +194,8 @@ def test_memory_is_that_of_the_longest_sequence_and_captions_are_of_pairs(plan):
 def test_the_text_names_kinds_of_image_sets(plan):
     text = "\n".join(plan_lines(plan, DURATION, None, []))
     assert "8 image sets with 9 samples" in text
+    for figures in plan.sequences_by_images:
+        assert f"and {sum(term.total for term in figures.terms) / 1e12:.3g} TFLOP each" in text
     for words in ("1 pairs", "5 images", "1 texts", "1 couples"):
         assert f" {words} " in text
     assert "6 with 1 image, 56 tokens" in text

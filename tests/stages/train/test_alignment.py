@@ -14,11 +14,12 @@ from m3diff.models.settings import Align
 from m3diff.records.errors import DataError, ValueFault
 from m3diff.stages.train import stage
 from m3diff.stages.train.batches import read_samples, read_training_samples
-from m3diff.stages.train.job import DatasetFilter, Job
+from m3diff.stages.train.job import DatasetFilter, Job, alignment_sections
 from m3diff.stages.train.stage import join_curves
 from tests.errors import raises
 from tests.stages.train.toy import Recipe, Trained, assert_same_run, interrupted, job, recipe, run, write_mixture
 from tests.tiny import SEPARATE, onediff_settings, tiny_base
+from tests.toy import REPOSITORY
 
 ALIGN = Align(("couples",), epochs=2, global_batch=2, rates={"projector": 1e-2, "module": 1e-2})
 SPLITS = {"train": {"toy": 10, "couples": 6}, "val": {"toy": 3, "couples": 2}, "test": {"toy": 3}}
@@ -45,6 +46,14 @@ def undisturbed(run_recipe: Recipe, mixture: Path, tmp_path_factory: pytest.Temp
 def test_the_fine_tuning_begins_at_step_1_after_the_alignment(undisturbed):
     steps = [int(row["step"]) for row in undisturbed.curve]
     assert steps == list(range(1 - FIRST_STEPS, STEPS + 1))
+
+
+def test_the_alignment_has_its_own_epochs_batch_and_rates_and_no_part_waits():
+    model = replace(onediff_settings(SEPARATE), align=ALIGN, delays={"module": 0.5, "llm": 0.25})
+    parameters = recipe(REPOSITORY, model=model, epochs=5)
+    cfg, settings = alignment_sections(parameters.cfg, parameters.model)
+    assert cfg == parameters.cfg.model_copy(update={"epochs": 2, "global_batch": 2, "export": "last"})
+    assert settings == replace(model, align=None, rates=ALIGN.rates, delays={"module": 0.0, "llm": 0.0})
 
 
 def test_each_phase_has_its_own_rates(undisturbed):
