@@ -133,7 +133,8 @@ class StageRun:
 
 @pytest.fixture(params=[0, 2], ids=["in this process", "on Ray"])
 def stage_run(request: Any, base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageRun:
-    run_recipe = recipe(base, workers=request.param, micro_batch=2, scratch=tmp_path / "runs")
+    monkeypatch.chdir(base.parent)
+    run_recipe = recipe(Path(base.name), workers=request.param, micro_batch=2, scratch=tmp_path / "runs")
     run = StageRun(run_recipe, tmp_path / "out", tmp_path / "runs", mixture)
     if request.param:
         monkeypatch.setattr(on_ray, "run_on_ray", run.loop)
