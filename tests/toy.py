@@ -271,7 +271,7 @@ def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     (checkpoint / "word.txt").write_text(word)
     (checkpoint / "model.safetensors").write_text(word)
     files = {name: hashlib.sha256(word.encode()).hexdigest() for name in ("model.safetensors", "word.txt")}
-    manifest = {"base": str(base), "base_sha256": digests[2], "files": files}
+    manifest = {"family": "m3diff", "base": str(base), "base_sha256": digests[2], "files": files}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with (paths["model"] / "curves.csv").open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
