@@ -30,9 +30,8 @@ SAMPLE_S = 600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    quarter_of_day = int(
-        time.time() // 21600
-    )  # so that the sample changes often, and a run can be repeated for a while
+    # A number that changes every six hours, so that soon every test is in a sample, and a run can be repeated meanwhile
+    quarter_of_day = int(time.time() // 21600)
     parser.addoption("--all", action="store_true", help="a sample of the longest tests, and every other")
     parser.addoption("--long", action="store_true", help="the tests alone of which --all takes a sample")
     parser.addoption(

@@ -115,7 +115,7 @@ def silently_zeroed_scans(data: bytes) -> Iterator[bytes]:
 
 
 def with_one_segment_of_tables(data: bytes) -> bytes:
-    """Return a JPEG whose Huffman tables are in one segment, those of the colours first, as encoders may write them."""
+    """Return a copy of a JPEG with all Huffman tables in one segment, the chroma tables first."""
     tables = []
     while b"\xff\xc4" in data:
         start = data.index(b"\xff\xc4")

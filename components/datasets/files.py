@@ -270,7 +270,7 @@ def read_values(
     if suffix == ".jsonl":
         return read_lines(path)
     if suffix == ".json":
-        return _read_json_rows(path, rows)
+        return rows_of_json(path, pick(parse_json(read_text(path), path), rows), rows)
     if suffix == ".parquet":
         return _read_parquet(path, required, columns)
     raise DataError("datasets.unknown_kind_of_table", path=path)
@@ -281,19 +281,24 @@ def enumerate_records(file: str, records: Sequence[Any]) -> Iterator[tuple[str, 
     return ((f"{file}, record {number}", record) for number, record in enumerate(records))
 
 
-def _read_json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows at the path `rows` of a JSON file: the items of a list, or one row per key of an object.
+def rows_of_json(path: Path, content: Any, rows: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the location and value of each row in the content of a JSON file: the items of a list, or one row per key.
 
-    A row from an object has the column `key`. If its value is not an object, the row also has the column `value`.
+    A row of an object has the column `key`. If its value is not an object, the row also has the column `value`.
+
+    Args:
+        rows: the path of the content within the file, for an error message.
+
+    Raises:
+        DataError: the content is neither a list nor an object.
     """
-    value_at_path = pick(parse_json(read_text(path), path), rows)
-    if isinstance(value_at_path, list):
-        return enumerate_records(path.name, value_at_path)
-    if not isinstance(value_at_path, dict):
-        raise DataError("datasets.no_rows_at_path", path=path, rows=rows, value=describe(value_at_path))
+    if isinstance(content, list):
+        return enumerate_records(path.name, content)
+    if not isinstance(content, dict):
+        raise DataError("datasets.no_rows_at_path", path=path, rows=rows, value=describe(content))
     return (
         (f"{path.name}, {key}", {"key": key} | (value if isinstance(value, dict) else {"value": value}))
-        for key, value in value_at_path.items()
+        for key, value in content.items()
     )
 
 

@@ -43,8 +43,9 @@ IMAGE_SUFFIXES = (
 SEPARATORS = (",", ";", "\t", "|")
 LIST_COLUMNS = ("images", "image", "imgs", "imagepaths")  # names of columns that may contain a list of both images
 SAMPLE_ROWS = 200  # number of rows that are read to find out what the columns contain
-NAMES_IMAGE = re.compile(r"image|img|file|photo|picture", re.I)  # in the name of a column that names images
-TRIED_NAMES = 20  # number of a column's values that are looked up as names of images
+# A word in the name of a column that probably contains names of images
+WORD_FOR_IMAGE = re.compile(r"image|img|file|photo|picture", re.I)
+TRIED_VALUES = 20  # number of values of a column that are tried as names of images
 MAX_FOLDERS = 8  # if there are more folders next to a table, no path templates are tried
 
 
@@ -247,27 +248,26 @@ def _find_templates(root: Path, values: Mapping[str, list[Any]]) -> ImageColumns
         templates = _templates_of_column(root, name, column, folder_pairs)
         if templates:
             templates_by_column[name] = templates
-    names = sorted(templates_by_column, key=lambda name: NAMES_IMAGE.search(name) is None)
+    if not templates_by_column:
+        return ImageColumns()
+    names = sorted(templates_by_column, key=lambda name: WORD_FOR_IMAGE.search(name) is None)
     answers = [template for name in names for template in templates_by_column[name]]
     if len(names) > 1:
         return ImageColumns(answers, Fault("datasets.columns_of_image_names", columns=names))
     folder_names = sorted({answer[side].partition("/")[0] for answer in answers for side in SIDES})
-    return ImageColumns(answers, Fault("datasets.order_of_folders", names=folder_names)) if answers else ImageColumns()
+    return ImageColumns(answers, Fault("datasets.order_of_folders", names=folder_names))
 
 
 def _templates_of_column(
     root: Path, name: str, column: Sequence[Any], folder_pairs: Sequence[tuple[str, str]]
 ) -> list[dict[str, str]]:
-    """Return the path templates by which at least half of a column's values name images in both folders of a pair."""
-    stems = list(dict.fromkeys(value for value in column if isinstance(value, str | int)))[:TRIED_NAMES]
+    """Return the path templates by which a value of a column names an image in both folders of a pair."""
+    stems = list(dict.fromkeys(value for value in column if isinstance(value, str | int)))[:TRIED_VALUES]
     for suffix in ("", *IMAGE_SUFFIXES):
         templates = []
         for before, after in folder_pairs:
-            image_count = 0
-            for stem in stems:
-                is_in_both = all(os.path.isfile(root / folder / f"{stem}{suffix}") for folder in (before, after))
-                image_count += is_in_both
-            if image_count and 2 * image_count >= len(stems):
+            images = [f"{stem}{suffix}" for stem in stems]
+            if any(os.path.isfile(root / before / image) and os.path.isfile(root / after / image) for image in images):
                 templates.append({"before": f"{before}/{{{name}}}{suffix}", "after": f"{after}/{{{name}}}{suffix}"})
         if templates:
             return templates

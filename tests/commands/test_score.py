@@ -15,7 +15,7 @@ from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
 from m3diff.commands.score import find_computable_metrics, score
 from m3diff.commands.score.matching import MatchedPairs, find_caption_faults, find_pairs, match_captions
 from m3diff.commands.score.predictions import read_predictions
-from m3diff.commands.score.references import References, find_references, make_bare_pair
+from m3diff.commands.score.references import References, find_reference_columns, find_references, make_bare_pair
 from m3diff.commands.score.report import ScoreReport
 from m3diff.commands.score.task import ScoringTask, find_counts, find_task
 from m3diff.datasets import DATASETS
@@ -70,6 +70,14 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_usual_shape_is_read(name, tmp_path):
     assert read_predictions(write(tmp_path / name, SHAPES[name])).captions == ROWS
+
+
+def test_a_column_of_ids_that_also_names_images_in_two_folders_is_that_of_the_ids(tmp_path):
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "1.png").touch()
+    table = write(tmp_path / "references.csv", "image_id,number,caption\n1,1,it fell\n")
+    assert find_reference_columns(table).ids == "image_id"
 
 
 @pytest.mark.parametrize("caption", [{"caption": "it fell"}, [{"caption": "it fell"}]], ids=["object", "list"])

@@ -164,7 +164,7 @@ def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision, tmp_path):
     assert json.dumps(bare.config.vdm, sort_keys=True) == json.dumps(model.config.vdm, sort_keys=True)
 
 
-# Parameters that Qwen2 and Llama have as published, and those of the rows that LLaVA adds to their vocabularies
+# Numbers of parameters: those published for Qwen2 and Llama, plus the rows that LLaVA adds to their vocabularies
 PUBLISHED_PARAMETERS = {
     "llava-onevision-qwen2-7b-ov-hf": 7_615_616_512,
     "llava-onevision-qwen2-0.5b-ov-hf": 494_032_768 + 64 * 896,

@@ -290,7 +290,7 @@ def test_champions_follow_each_other_and_a_rollback_takes_back_later_ones(entrie
 
 
 def identified(number: int, content: str) -> dict[int, Identity]:
-    """Return the identity of a version by its number. Each content was registered by a run of its own."""
+    """Return the identity of a version by its number. The name of its run contains its content."""
     return {number: Identity(run=f"run of {content}", content=content)}
 
 

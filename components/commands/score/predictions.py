@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import DELIMITERS, describe, parse_json, read_values
+from m3diff.datasets.files import DELIMITERS, describe, parse_json, read_values, rows_of_json
 from m3diff.datasets.files import read_text as read_file
 from m3diff.datasets.tables import delimiter_of
 from m3diff.records.errors import DataError, Fault
 from m3diff.scoring.pairs import without_surrogates
 
-# Fields that may hold an id, the most likely first. "key" is the key of {id: caption}. OpenAI's results of a batch have
-# "custom_id", and their "id" is that of the batch
+# Fields that may hold an id, the most likely first. "key" is the key of {id: caption}. In a batch at OpenAI,
+# "custom_id" is the user's id of a row, and "id" is the server's
 ID_FIELDS = (
     "image_id", "custom_id", "id", "img_id", "uid", "pair_id", "image", "file_name", "filename", "name", "question_id",
     "key",
@@ -55,7 +55,7 @@ def read_predictions(path: Path) -> Predictions:
     faults: list[Fault] = []
     delimiter = delimiter_of(path).get("delimiter")
     fields = PredictionFields()
-    for location, row in read_values(path, (), delimiter, find_wrapped_captions(path)):
+    for location, row in _read_rows(path, delimiter):
         where = str(path.parent / location)
         if isinstance(row, DataError):
             raise DataError(row.fault.at(path=where))
@@ -73,23 +73,26 @@ def read_predictions(path: Path) -> Predictions:
     return Predictions(captions=captions, faults=faults)
 
 
-def find_wrapped_captions(path: Path) -> str:
-    """Return the key of the captions in a JSON object that wraps them, such as `{"results": [...]}`, or "" in others.
-
-    Wrapped are a list of objects with an id, or an object of texts by id that is the only value.
-    """
+def _read_rows(path: Path, delimiter: str | None) -> Iterable[tuple[str, Any]]:
     if path.suffix.lower() != ".json":
-        return ""
-    content = parse_json(read_file(path), path)
+        return read_values(path, (), delimiter)
+    return rows_of_json(path, unwrap_captions(parse_json(read_file(path), path)))
+
+
+def unwrap_captions(content: Any) -> Any:
+    """Return the captions in a JSON object that wraps them, such as `{"results": [...]}`, or any other value unchanged.
+
+    An object wraps either one list of objects with ids, or an object of captions by id, which is its only value.
+    """
     if not isinstance(content, dict):
-        return ""
-    keys = []
-    for key, value in content.items():
-        is_list_with_ids = isinstance(value, list) and bool(value) and all(map(_has_id, value))
+        return content
+    candidates = []
+    for value in content.values():
+        has_ids = isinstance(value, list) and bool(value) and all(map(_has_id, value))
         is_only_object = len(content) == 1 and isinstance(value, dict) and not {*CAPTION_FIELDS, *ID_FIELDS} & {*value}
-        if is_list_with_ids or is_only_object:
-            keys.append(key)
-    return keys[0] if len(keys) == 1 else ""
+        if has_ids or is_only_object:
+            candidates.append(value)
+    return candidates[0] if len(candidates) == 1 else content
 
 
 def _has_id(row: Any) -> bool:

@@ -256,7 +256,8 @@ def find_reference_columns(path: Path) -> ReferenceColumns:
     possible_image_columns: set[str] = set()
     for answer in image_columns.answers:
         for name in answer.values():
-            if images or "{" not in name:  # a column of names may be the column of ids
+            # if several templates are possible, their columns may still contain the ids
+            if images or "{" not in name:
                 possible_image_columns |= set(columns_in(name))
     columns = [name for name in header if name not in possible_image_columns]
     ids = next(iter(find_columns(columns, ID_FIELDS)), None)
