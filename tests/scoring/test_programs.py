@@ -604,10 +604,11 @@ def option(name):
     return arguments[arguments.index(name) + 1] if name in arguments else None
 cache = option("-cache") and pathlib.Path(option("-cache"), "data.mdb")
 known = set(json.loads(cache.read_text())) if cache and cache.exists() else set()
-items = json.loads(pathlib.Path(arguments[3]).read_text())
+items = json.loads(pathlib.Path(arguments[arguments.index("-jar") + 2]).read_text())
 captions = {text for item in items for text in (item["test"], *item["refs"])}
-run = {"new": len(captions - known), "cache": cache is not None, "command": arguments[:3], "lib": os.listdir("lib")}
+run = {"new": len(captions - known), "cache": cache is not None, "command": arguments, "lib": os.listdir("lib")}
 run["items"] = len(items)
+run["libraries"] = os.listdir("native")
 run |= {name: environment.get(name) for name in ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS")}
 with open(LOG, "a") as file:
     print(json.dumps(run), file=file)
@@ -664,7 +665,18 @@ def test_captions_are_parsed_once_and_scored_in_a_run_that_parses_none(toy: Benc
     assert first_scores.groups[ALL_PAIRS]["SPICE"] == pytest.approx((10 + 11) / 200)
     assert toy.parsed == [3, 0, 0]
     assert all("-XX:hashCode=5" in run["JAVA_TOOL_OPTIONS"] for run in toy.runs)
-    assert toy.runs[0]["command"][1] == "-XX:MaxRAMPercentage=75"
+    command = toy.runs[0]["command"]
+    assert "-XX:MaxRAMPercentage=75" in command[: command.index("-jar")]
+
+
+def test_the_program_finds_its_native_libraries_extracted(toy: Bench):
+    toy.score()
+    for spice_run in toy.runs:
+        command = spice_run["command"]
+        options = command[: command.index("-jar")]
+        items_file = Path(command[command.index("-jar") + 2])
+        assert f"-Dlibrary.lmdbjni.path={items_file.parent / 'native'}" in options
+        assert sorted(spice_run["libraries"]) == ["liblmdbjni.jnilib", "liblmdbjni.so", "lmdbjni.dll"]
 
 
 def test_a_run_that_parses_nothing_has_one_compiler_and_collector(toy: Bench):
@@ -914,6 +926,14 @@ def test_the_real_spice_gives_the_published_score_and_the_second_time_at_once(tm
         seconds = time.monotonic() - start
         reports.append(json.loads(capsys.readouterr().out))
     assert reports[0] == reports[1]
+    log = tmp_path / "classes"
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", f"-Xlog:class+load:file={log}")
+    assert main(["score", *files, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == reports[0]
+    classes = log.read_text()
+    assert "edu.anu.spice.SpiceScorer" in classes
+    assert "java.lang.ProcessImpl" not in classes, "another thread hashes objects of the one that scores"
+    monkeypatch.delenv("JDK_JAVA_OPTIONS")
     assert main(["score", "--check-spice", "--spice-dir", str(REAL / "spice")]) == 0
     assert "works " in capsys.readouterr().out
     assert reports[0]["scores"]["SPICE"] == pytest.approx(0.1329, abs=5e-5)

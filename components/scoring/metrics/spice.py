@@ -3,8 +3,8 @@
 The program takes minutes to parse captions but only seconds to score them, so parses are cached (`parses.py`).
 
 The scores come from a run in which all captions are already parsed, so they do not depend on which captions were cached
-before. SPICE merges words in the order of Java's identity hashes, so each thread takes its hashes from its own sequence
-(`HASHES_PER_THREAD`).
+before. SPICE merges words in the order of Java's identity hashes. These have the same values in every such run, because
+the thread that scores is the only one that takes hashes (`HASHES_PER_THREAD`, `extract_native_libraries`).
 """
 
 import json
@@ -12,6 +12,7 @@ import math
 import os
 import shlex
 import shutil
+import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,11 +59,13 @@ TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
 TRIAL_S = 600
 # Each thread has its own sequence of identity hashes, and the main thread, which scores, always begins with the same
 # value. With the counter that all threads share (hashCode=3), the scores of 1,000 images had one of two values, each in
-# 6 of 12 runs on busy cores
+# 6 of 12 runs on busy cores. Constant hashes (hashCode=2) make CoreNLP lose words
 HASHES_PER_THREAD = "-XX:+UnlockExperimentalVMOptions -XX:hashCode=5"
 # Used if nothing is parsed: Java's second compiler would take longer than it saves
 ONE_COMPILER = "-XX:TieredStopAtLevel=1"
 SERIAL_COLLECTOR = "-XX:+UseSerialGC"
+NATIVE = "native"  # folder of LMDB's native libraries, next to the program
+NATIVE_IN_JAR = "META-INF/native/"
 
 
 class SpiceProgram(Program):
@@ -180,6 +183,22 @@ def copy_program(folder: Path, jars: Sequence[Path]) -> None:
         link_or_copy(path, folder / "lib" / path.name)
     for path in jars:
         link_or_copy(path, folder / ("lib" if path.name in JARS else "modules") / path.name)
+    extract_native_libraries(folder)
+
+
+def extract_native_libraries(folder: Path) -> None:
+    """Extract LMDB's native libraries from the program's jars into the folder `NATIVE`.
+
+    A program that extracts its library also starts `chmod`. Java waits for that process in a thread that hashes objects
+    of the main thread, sometimes before the main thread does. The main thread's later hashes, and with them the scores
+    of some images, would depend on which thread was faster.
+    """
+    (folder / NATIVE).mkdir()
+    for path in (folder / "lib").glob("lmdbjni*.jar"):
+        with zipfile.ZipFile(path) as jar:
+            for name in jar.namelist():
+                if name.startswith(NATIVE_IN_JAR) and not name.endswith("/"):
+                    (folder / NATIVE / Path(name).name).write_bytes(jar.read(name))
 
 
 def spice_jar() -> Path:
@@ -231,7 +250,8 @@ def run_program(
         for number, (prediction, references) in enumerate(items)
     ]
     (folder / "items.json").write_text(json.dumps(rows), encoding="utf-8")
-    command = ["-jar", "-XX:MaxRAMPercentage=75", "spice-1.0.jar", str(folder / "items.json")]
+    command = [f"-Dlibrary.lmdbjni.path={folder / NATIVE}", "-XX:MaxRAMPercentage=75"]
+    command += ["-jar", "spice-1.0.jar", str(folder / "items.json")]
     command += ["-cache", str(cache)] if cache else []
     command += ["-out", str(folder / "scores.json"), "-subset", "-silent"]
     output = run_java(command, folder, limit_s, options=options)
