@@ -239,6 +239,20 @@ def write_levir(root: Path) -> Path:
     return root
 
 
+def write_own_levir(root: Path) -> Path:
+    """Write data in LEVIR-CC's layout whose pairs without a change have other sentences than LEVIR-CC's."""
+
+    def replace_sentences(file: dict[str, Any]) -> None:
+        for image in file["images"]:
+            if not image["changeflag"]:
+                for number, sentence in enumerate(image["sentences"]):
+                    tokens = ["all", "is", "as", "it", "was", str(number)]
+                    sentence |= {"raw": f" {' '.join(tokens)} .", "tokens": tokens}
+
+    edit_json(write_levir(root) / "LevirCCcaptions.json", replace_sentences)
+    return root
+
+
 def stored(number: int, kind: str = "PNG") -> dict[str, Any]:
     """Return an image as the Hugging Face hub stores it in Parquet."""
     image = Image.new("RGB", (16, 16), (37 * number % 256, 40, 5 * number % 256))

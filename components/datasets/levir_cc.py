@@ -11,8 +11,8 @@ Page: https://github.com/Chen-Yang-Liu/LEVIR-CC-Dataset (Liu et al., TGRS 2022).
 
 A reference consists of the tokens of a sentence, joined by spaces. `raw` is not used, because it has extra spaces and a
 full stop that evaluations ignore. 5,039 pairs have the same five sentences, which no other pair has. A pair with one of
-these sentences has no change. `changeflag` is not read, because its values have not been counted. The kind of change is
-not annotated, so all other pairs have the type `change`.
+these sentences has no change. The kind of change is not annotated, so all other pairs have the type `change`.
+`changeflag` only serves to recognise other data in this layout, because its values in LEVIR-CC have not been counted.
 
 The authors replace words by vocabulary numbers before scoring. Words that occur fewer than five times share a number.
 CCExpert and other papers with language models use the same scorers for the lowercase text without full stops. The
@@ -22,6 +22,7 @@ protocols here follow these papers: words are split at spaces, without the PTB t
 from collections.abc import Iterator
 from pathlib import Path
 
+from m3diff.datasets.doubts import as_yaml
 from m3diff.datasets.files import describe, pick, read_json
 from m3diff.datasets.spec import (
     UNSTATED_LICENCE,
@@ -37,6 +38,7 @@ from m3diff.datasets.spec import (
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
+FILE = "LevirCCcaptions.json"
 FIELDS = {"filename": str, "split": str, "sentences": list}
 CHANGE = "change"
 # The sentences of the pairs without a change. No other pair has them
@@ -47,16 +49,34 @@ NO_CHANGE_SENTENCES = {
     "no change has occurred",
     "almost nothing has changed",
 }
+# Options with which `pairs` reads data in this layout, and marks the pairs without a change by `changeflag`
+OPTIONS_OF_OWN_DATA = {
+    "manifest": FILE,
+    "rows": "images",
+    "columns": {
+        "before": "images/{split}/A/{filename}",
+        "after": "images/{split}/B/{filename}",
+        "captions": "sentences.*.raw",
+        "id": "filename",
+    },
+    "no_change": {"changeflag": [0, False]},
+}
 
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
-    """Yield one row per image pair, in the order of the file. Each reference is the joined tokens of a sentence."""
-    file = "LevirCCcaptions.json"
-    records = read_json(root / file, dict).get("images")
+    """Yield one row per image pair, in the order of the file. Each reference is the joined tokens of a sentence.
+
+    Raises:
+        DataError: the file cannot be used, or most of the pairs that are unchanged by their `changeflag` do not have
+            LEVIR-CC's sentences. Such pairs would be read as changed.
+    """
+    records = read_json(root / FILE, dict).get("images")
     if not isinstance(records, list):
-        raise DataError("datasets.no_list_of_images", path=root / file, key="images", value=describe(records))
+        raise DataError("datasets.no_list_of_images", path=root / FILE, key="images", value=describe(records))
+    names_with_flag_0 = []
+    unchanged_pairs = 0
     for number, record in enumerate(records):
-        source = f"{file}, image {number}"
+        source = f"{FILE}, image {number}"
         fault = find_fault(record, FIELDS)
         tokens_of_sentences = [] if fault else pick(record, "sentences.*.tokens")
         if not all(map(_are_tokens, tokens_of_sentences)):
@@ -69,6 +89,9 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         split = record["split"]
         texts = [" ".join(tokens) for tokens in tokens_of_sentences]
         change_type = CHANGE if NO_CHANGE_SENTENCES.isdisjoint(texts) else NO_CHANGE
+        unchanged_pairs += change_type == NO_CHANGE
+        if str(record.get("changeflag")) in ("0", "False"):
+            names_with_flag_0.append(name)
         yield Row(
             name=name,
             split=split,
@@ -77,6 +100,16 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
             references=texts,
             change_types=[change_type],
             source=source,
+        )
+    if len(names_with_flag_0) > 2 * unchanged_pairs:
+        entry = {"reader": "pairs", "root": str(root), "options": OPTIONS_OF_OWN_DATA}
+        raise DataError(
+            "datasets.own_data_like_levir_cc",
+            path=root / FILE,
+            pairs=len(names_with_flag_0),
+            unchanged=unchanged_pairs,
+            example=names_with_flag_0[0],
+            options=as_yaml(entry),
         )
 
 
@@ -95,7 +128,7 @@ SPEC = DatasetSpec(
     paper="Remote Sensing Image Change Captioning With Dual-Branch Transformers (Liu et al., TGRS 2022)",
     licence=UNSTATED_LICENCE,
     read=read,
-    files=("LevirCCcaptions.json",),
+    files=(FILE,),
     published=(PUBLISHED,),
     protocols=(
         Protocol("total", published_pairs=PUBLISHED.test.pairs, tokenizer="whitespace", source=CCEXPERT),

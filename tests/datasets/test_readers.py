@@ -434,6 +434,15 @@ REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
 ]
 
 
+def test_own_data_in_levir_ccs_layout_are_refused_with_an_entry_for_them(tmp_path):
+    root = layouts.write_own_levir(tmp_path)
+    fields = {"pairs": 2, "unchanged": 0, "example": "val_000001.png"}
+    with raises(DataError, "datasets.own_data_like_levir_cc", path=root / LEVIR, **fields):
+        list(levir_cc.read(root))
+    edit_json(root / LEVIR, lambda file: [image.update(changeflag=None) for image in file["images"]])
+    assert [row.change_types for row in levir_cc.read(root)] == 4 * [["change"]]
+
+
 @pytest.mark.parametrize(("reader", "change", "code", "file", "fields"), REFUSED)
 def test_a_file_that_cannot_be_trusted_is_refused_by_name(tmp_path, reader, change, code, file, fields):
     root = WRITERS[reader](tmp_path)

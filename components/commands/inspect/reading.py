@@ -15,7 +15,7 @@ from m3diff.commands.inspect.other_columns import remedy_for_missing_columns
 from m3diff.datasets import DATASETS
 from m3diff.datasets.doubts import Doubt, as_yaml, find_doubts, first_source
 from m3diff.datasets.drawn_split import SplitShares, describe_shares, propose_shares
-from m3diff.datasets.files import Embedded, read_json
+from m3diff.datasets.files import Embedded
 from m3diff.datasets.odd_captions import OddCaptions
 from m3diff.datasets.spec import Published, Row, SplitCount, read_with_notes
 from m3diff.records.errors import DataError, Fault, format_count
@@ -31,19 +31,6 @@ MISSING_IMAGES = "missing images"
 EMPTY_IMAGES = "empty image files"
 SAME_IMAGE_TWICE = "pairs with the same image twice"
 CAPTIONS_TO_CHECK = "captions to check"
-UNCHANGED_BY_FLAG = "pairs that are unchanged by their changeflag but do not have LEVIR-CC's sentences"
-# Options with which `pairs` reads data in LEVIR-CC's layout, and marks the pairs without a change by `changeflag`
-OPTIONS_OF_FLAG = {
-    "manifest": "LevirCCcaptions.json",
-    "rows": "images",
-    "columns": {
-        "before": "images/{split}/A/{filename}",
-        "after": "images/{split}/B/{filename}",
-        "captions": "sentences.*.raw",
-        "id": "filename",
-    },
-    "no_change": {"changeflag": [0, False]},
-}
 # Problems of single rows. If there are no other problems, validate can check the remaining rows
 PROBLEMS_OF_ROWS = {UNREADABLE_ROWS, MISSING_IMAGES, EMPTY_IMAGES, SAME_IMAGE_TWICE}
 
@@ -128,7 +115,7 @@ def read_folder(name: str, entry: DatasetEntry) -> FolderReading:
         lines = [f"  CANNOT BE READ {error}"]
         remedy = remedy_for_missing_columns(entry) if error.code == "datasets.missing_columns" else None
         return FolderReading([*lines, *_list_remedies([remedy] if remedy else [])])
-    problems = _problems(entry, content)
+    problems = _problems(content)
     lines = _overview_lines(name, entry, content)
     for kind, examples in problems.items():
         lines += list_problems(kind, examples)
@@ -188,7 +175,7 @@ def _is_one_image_twice(images: tuple[Any, ...]) -> bool:
     return len(images) == 2 and bool(images[0]) and images[0] == images[1]
 
 
-def _problems(entry: DatasetEntry, content: FolderContent) -> dict[str, list[str]]:
+def _problems(content: FolderContent) -> dict[str, list[str]]:
     """Return one line per problem, grouped by kind of problem."""
     rows_of_one_image = [
         row for row in content.rows if _is_one_image_twice(row.images) and row.change_types != [NO_CHANGE]
@@ -204,7 +191,6 @@ def _problems(entry: DatasetEntry, content: FolderContent) -> dict[str, list[str
             f"{row.source}: both images are {_path_of(row.images[0])}; name two images" for row in rows_of_one_image
         ],
         CAPTIONS_TO_CHECK: [str(doubt.question) for doubt in content.doubts if not doubt.answers],
-        UNCHANGED_BY_FLAG: list(_pairs_unchanged_by_flag(entry, content.rows)),
     }
 
 
@@ -335,26 +321,6 @@ def _lines_without_test_pairs(entry: DatasetEntry, rows: list[Row]) -> list[str]
     replacement = f", in place of {' and '.join(replaced_options)}," if replaced_options else ""
     without_column = "" if column else " with `columns: {split: null}`"
     return [f"{line}; or `{split_option}`{without_column} in its options{replacement} draws {proposal.counts}"]
-
-
-def _pairs_unchanged_by_flag(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:
-    """Check data in LEVIR-CC's layout: unchanged pairs should have LEVIR-CC's sentences for no change.
-
-    If most of them are only marked by `changeflag`, yield a problem, because the data are not LEVIR-CC itself.
-    """
-    if entry.reader != "levir_cc":
-        return
-    images = read_json(entry.root / "LevirCCcaptions.json", dict)["images"]
-    unchanged_images = [
-        image for image in images if isinstance(image, dict) and str(image.get("changeflag")) in ("0", "False")
-    ]
-    unchanged_rows = sum(row.change_types == [NO_CHANGE] for row in rows)
-    if len(unchanged_images) > 2 * unchanged_rows:
-        yield (
-            f"{unchanged_images[0].get('filename')}: there are {len(unchanged_images):,} such pairs, but only "
-            f"{unchanged_rows:,} of them are read as unchanged; read the data with the entry "
-            f"{entry.root.resolve().name}: {{reader: pairs, root: {entry.root}, options: {as_yaml(OPTIONS_OF_FLAG)}}}"
-        )
 
 
 def _caption_lines(content: FolderContent) -> list[str]:
