@@ -48,8 +48,9 @@ SPLIT_OF_FOLDER: Mapping[str, Split] = {
     "test": "test",
     "testing": "test",
 }
-# Ends of the images' names that `m3diff data check` recognises, as musubi-tuner, fal.ai, RSRCC and prunaai use them
-KNOWN_ENDS = (("", "_1"), ("_start", "_end"), ("_before", "_after"), ("_input", "_target"))
+# Ends of the images' names that `m3diff data check` recognises, as musubi-tuner, fal.ai, RSRCC, prunaai and WebDataset
+# use them
+KNOWN_ENDS = (("", "_1"), ("_start", "_end"), ("_before", "_after"), ("_input", "_target"), (".before", ".after"))
 MAX_SEARCHED_FOLDERS = 1_000  # number of folders in which the layout is looked for
 
 # What a note says about files that no pair uses

@@ -83,7 +83,8 @@ def git(*arguments: str, cwd: Path | None = None, stdin: bytes = b"") -> str:
 
 def has_branch(name: str) -> bool:
     """Return whether the repository has a local branch with this name."""
-    return bool(git("for-each-ref", "--format=%(refname)", f"refs/heads/{name}"))
+    ref = f"refs/heads/{name}"
+    return ref in git("for-each-ref", "--format=%(refname)", ref).split()  # git also lists the branches below this name
 
 
 def commit_at(name: str, cwd: Path | None = None) -> str | None:

@@ -297,10 +297,10 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
                 copy = back_up(target)
                 lines.append(f"{target} differs from every profile; a copy of it is {copy}")
     write_atomic(target, resolved_text(source))
-    if not old_values:
-        lines.append(f"{target} is written")
-    elif old_values != values:
+    if old_values:
         lines += list_differences(old_values, values)
+    else:
+        lines.append(f"{target} is written")
     return lines
 
 

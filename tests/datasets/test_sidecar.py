@@ -210,6 +210,7 @@ def test_equal_ends_are_refused(tmp_path):
         (("", "_1"), {}),
         (("_start", "_end"), {"before": "_start", "after": "_end"}),
         (("_before", "_after"), {"before": "_before", "after": "_after"}),
+        ((".before", ".after"), {"before": ".before", "after": ".after"}),
     ],
 )
 def test_the_check_recognises_the_layout_and_its_entry_works(tmp_path, ends, options, monkeypatch):

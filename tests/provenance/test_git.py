@@ -74,6 +74,7 @@ def test_only_branches_of_a_name_count_as_branches(repository):
     git("branch", "runs/one")
     git("tag", "two")
     assert has_branch("runs/one")
+    assert not has_branch("runs")
     assert not has_branch("two")
     assert commit_at("two") == commit_at("runs/one") == git("rev-parse", "HEAD")
     assert commit_at("three") is None
