@@ -26,6 +26,7 @@ from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import draw_outlines
 from m3diff.models.device import process_environment
 from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_shape
+from m3diff.models.threads import preparing_threads, use_threads
 from m3diff.records.errors import DataError, Fault, ValueFault
 from m3diff.records.sample import Turn
 from m3diff.registry.model_source import Source, load
@@ -204,9 +205,7 @@ class Replica:
 
     def __init__(self, source: Source, batch_requests: int, batch_wait_s: float, threads: int) -> None:
         runtime.prepare()  # needed on a cluster, where each replica is a separate process
-        import torch
-
-        torch.set_num_threads(threads)
+        use_threads(threads)
         self.name = source.name
         self.batch_requests = batch_requests
         self.batch_wait_s = batch_wait_s
@@ -215,8 +214,8 @@ class Replica:
             self.captioner = load(source)
         except DataError as error:
             self.fault = error.fault  # if the error were raised, Ray would restart the replica forever
-        self.decoders = ThreadPoolExecutor(DECODERS)
-        self.computer = ThreadPoolExecutor(1)
+        self.decoders = preparing_threads(DECODERS)
+        self.computer = ThreadPoolExecutor(1, initializer=use_threads, initargs=(threads,))
         # Requests wait here with their files, which are smaller than prepared images
         self.preparations = asyncio.Semaphore(DECODERS)
         self.prepared_bytes = PreparedBytes(MAX_PREPARED_BYTES)

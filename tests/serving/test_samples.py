@@ -511,6 +511,16 @@ def test_an_image_set_above_the_limit_is_answered(serve, prepared_sets, monkeypa
     assert [answer.status_code for answer in answers] == [200] * 5
 
 
+def test_the_model_computes_in_its_threads_and_images_are_prepared_in_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(batcher, "load", toy.load_toy)
+    replica = Replica(source(toy.write_toy(tmp_path / "toy", "one")), 8, 0.05, threads=3)
+    try:
+        assert replica.decoders.submit(torch.get_num_threads).result() == 1
+        assert replica.computer.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(1)  # as in every test
+
+
 def test_images_of_cancelled_requests_make_room_again(serve, prepared_sets, monkeypatch):
     is_free = threading.Event()
 

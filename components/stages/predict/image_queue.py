@@ -3,8 +3,10 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from m3diff.models.threads import preparing_threads
 
 if TYPE_CHECKING:
     from m3diff.models.prepared import Prepared
@@ -39,7 +41,7 @@ class ImageQueue(Generic[T]):
         self.threads = threads
         self.max_ahead = max_ahead
         self.max_bytes = max_bytes
-        self.pool = ThreadPoolExecutor(threads)
+        self.pool = preparing_threads(threads)
         self.lock = threading.Lock()
         self.futures: deque[Future[Prepared]] = deque()
         self.used_bytes = 0

@@ -40,6 +40,7 @@ from m3diff.models.contract import Takes
 from m3diff.models.device import Device, process_environment
 from m3diff.models.sample_batches import MAX_PREPARED_BYTES, split_by_bytes, split_by_shape
 from m3diff.models.sample_limits import fault_of_family
+from m3diff.models.threads import use_threads
 from m3diff.provenance.code import compute_key
 from m3diff.records.errors import (
     CodedError,
@@ -536,10 +537,8 @@ class CaptionWorker:
 
     def caption(self, batches: list[Batch]) -> Iterator[BatchPredictions]:
         """Load the model, then yield the predictions of each batch in order."""
-        import torch
-
         threads = self.job.compute.cpus_per_worker
-        torch.set_num_threads(threads)
+        use_threads(threads)
         yield from caption_in_order(load_model(self.job), batches, threads)
 
 

@@ -18,7 +18,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
-import torch
 from cachetools import LRUCache, cached
 
 from m3diff.images.open import load_image
 from m3diff.models.contract import Branch, PackedBatch, Packing, Prepared, Processor, TrainingSequence
 from m3diff.models.device import Device
 from m3diff.models.dialogue import encode_dialogue
+from m3diff.models.threads import preparing_threads
 from m3diff.records.errors import DataError, data_error_if_unreadable
 from m3diff.records.progress import prefetch
 from m3diff.records.sample import PAIR, ImageRef, Turn
@@ -334,16 +334,6 @@ class Schedule:
         return [mine[at : at + self.micro_batch] for at in range(0, len(mine), self.micro_batch)]
 
 
-def compute_in_one_thread() -> None:
-    """Let torch compute in the calling thread only, as PyTorch's DataLoader does in its workers.
-
-    Otherwise, each thread of a loader starts OpenMP threads of its own. If a process then has more of them than the
-    machine has cores, OpenMP puts all threads to sleep between operations instead of letting them spin, including those
-    of the training step. On two cores, a step of the embedded model then takes 1.4 times as long.
-    """
-    torch.set_num_threads(1)  # applies to this thread and to threads that start later
-
-
 class Loader:
     """Prepares micro-batches in threads, because Pillow and the tokenizer release the global interpreter lock.
 
@@ -367,9 +357,7 @@ class Loader:
         self.packing = packing
         self.device = device
         self.augment = augment
-        self.pool = ThreadPoolExecutor(
-            max_workers=max(1, threads), thread_name_prefix="load", initializer=compute_in_one_thread
-        )
+        self.pool = preparing_threads(max(1, threads))
         # image sets, and not images, because a processor may prepare the images of a set depending on each other
         cache: LRUCache[Any, Prepared] = LRUCache(CACHED_BYTES, getsizeof=lambda prepared: prepared.nbytes)
         self.prepared = cached(cache, lock=Lock())(self._prepare)

@@ -24,6 +24,7 @@ from m3diff.models.device import Device
 from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from m3diff.models.fused import choose_attention, register_kernels
 from m3diff.models.masks import pack
+from m3diff.models.threads import use_threads
 from m3diff.models.tuning import meta_model, parameter_counts, prepare_for_training, trainable_groups, unwrap_model
 from m3diff.records.errors import Fault, cause_of, format_count
 from m3diff.records.files import write_atomic
@@ -155,7 +156,7 @@ class Training:
     def __init__(self, job: Job, worker: WorkerContext) -> None:
         cfg = job.cfg
         compute = job.compute
-        torch.set_num_threads(compute.cpus_per_worker)
+        use_threads(compute.cpus_per_worker)
         self.job = job
         self.worker = worker
         attention = choose_attention(compute.attention, compute.gpu, cfg.max_captions_per_sequence)

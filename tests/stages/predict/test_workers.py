@@ -287,6 +287,22 @@ def test_a_worker_loads_the_model_and_captions_its_batches_in_order(checkpoint, 
     assert [len(predictions) for _, predictions in worker_predictions] == [1, 1]
 
 
+def test_images_are_prepared_in_threads_that_compute_alone():
+    counts: list[int] = []
+    sets: Any = PreparedSets()
+    torch.set_num_threads(2)
+    try:
+        queue = ImageQueue(
+            lambda item: counts.append(torch.get_num_threads()) or sets.prepare(()), [0], 1, 1, SET_BYTES
+        )
+        queue.take()
+        queue.close()
+        assert counts == [1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)  # as in every test
+
+
 def test_a_worker_computes_with_as_many_threads_as_it_has_cpus(checkpoint, mixture, monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)

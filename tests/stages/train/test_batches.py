@@ -277,5 +277,5 @@ def test_a_micro_batch_leaves_the_threads_as_kernel_and_gpu_take_it(loader, monk
     flex = next(fed.stream(plan, rank=0, first_step=0))[0]
     assert flex.layout is None
     assert flex.packed.tokens % FLEX_BLOCK == 0
-    assert loading_threads == {"load"}
+    assert loading_threads == {"prepare"}
     assert flex.packed.input_ids[:, : plain.packed.tokens].equal(plain.packed.input_ids)
