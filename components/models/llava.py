@@ -177,6 +177,10 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
 
     config: Any
 
+    def __init__(self, config: LlavaOfPairsConfig) -> None:
+        register_weight_names(type(config))
+        super().__init__(config)
+
     def visual_tokens(self, pixel_values: Tensor, pairs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the projected features of the images, [I, N, W], and each image's visual tokens, [tokens, W].
 

@@ -24,7 +24,7 @@ from m3diff.models.layers import (
     grid_positions,
     record_tensors,
 )
-from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, register_weight_names
+from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration
 from m3diff.models.settings import DifferenceConfig, MDPConfig, module_config
 
 
@@ -41,9 +41,6 @@ class M3DiffConfig(LlavaOfPairsConfig):
     mdp: dict | None = None
 
     read_module = staticmethod(module_config)
-
-
-register_weight_names(M3DiffConfig)
 
 
 class DifferentialLayer(nn.Module):

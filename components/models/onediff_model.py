@@ -46,7 +46,6 @@ from m3diff.models.llava import (
     LlavaOfPairs,
     LlavaOfPairsConfig,
     LlavaOfPairsForGeneration,
-    register_weight_names,
 )
 from m3diff.models.settings import VDMConfig
 from m3diff.records.errors import DataError
@@ -99,9 +98,6 @@ class OneDiffConfig(LlavaOfPairsConfig):
         if cfg.place == "after":
             return before, after + cfg.tokens
         return before + cfg.tokens, after
-
-
-register_weight_names(OneDiffConfig)
 
 
 class ImageReading(SelfInitialisedLayer):

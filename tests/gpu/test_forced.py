@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +36,8 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
     monkeypatch.setattr(job, "process_environment", lambda gpu: process_environment(gpu=False))
+    init_process_group = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda _, **options: init_process_group("gloo", **options))
 
 
 @pytest.mark.parametrize("attention", test_gpu.ATTENTION)
