@@ -104,12 +104,12 @@ def check_gpu_rows(figures: dict[str, Any]) -> None:
 TRAIN = "train --pairs 2 --repeats 1 --device cpu --threads 1"
 GPU_ROWS = '--rows "packed, flex, selective" "packed, sdpa, none" "unpacked, selective"'
 SMALL_RUNS: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
-    "data --sizes 1000 --runs 1 --pairs 24 --peer-turns 1": (60, check_data),
-    "data --against . --turns 2 --sizes 1000 --runs 1 --pairs 24": (90, check_data_against),
-    "score --made --images 60 --turns 2 --against .": (120, check_score),
+    "data --sizes 1000 --runs 1 --pairs 24 --peer-turns 1": (30, check_data),
+    "data --against . --turns 2 --sizes 1000 --runs 1 --pairs 24": (100, check_data_against),
+    "score --made --images 60 --turns 2 --against .": (70, check_score),
     f"{TRAIN} --steps 4 --round-s 0.01": (25, check_train),
-    f"{TRAIN} --precision bf16 {GPU_ROWS}": (60, check_gpu_rows),
-    "vlm qwen3_vl --steps 4": (100, check_vlm),
+    f"{TRAIN} --precision bf16 {GPU_ROWS}": (10, check_gpu_rows),
+    "vlm qwen3_vl --steps 4": (115, check_vlm),
 }
 """By the command line of a small run: its seconds and a function that checks its figures."""
 

@@ -70,7 +70,7 @@ def test_the_guard_records_and_refuses_a_call_to_another_machine(call, guard, tm
     assert len(guard.attempts()) == 1
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(28)
 def test_the_pipeline_register_and_promote_make_no_calls(guard, tmp_path):
     root = toy.build(tmp_path / "toy")
     shutil.copy(REPOSITORY / ".dvc" / "config", root / ".dvc" / "config")

@@ -80,7 +80,7 @@ def test_a_build_leaves_no_folder_in_the_source(wheel):
     assert names - {Path(source).parts[0] for source in SOURCES} == {"m3diff", "m3diff.egg-info"}
 
 
-@pytest.mark.slow(180)
+@pytest.mark.slow(95)
 def test_the_extra_serve_captions_a_pair_on_the_command_line_and_over_http(install, tmp_path):
     m3diff = install("serve")
     checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")

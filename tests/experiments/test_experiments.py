@@ -270,7 +270,7 @@ def test_the_variants_have_different_parameters_and_the_same_test_pairs(name, tm
     assert {protocol.partition("/")[0] for protocol in cfg.protocols} <= set(PARAMS.ingest.datasets)
 
 
-@pytest.mark.slow(150)
+@pytest.mark.slow(75)
 def test_variants_are_experiments_of_dvc(toy_that_ran: Path, tmp_path: Path, monkeypatch, capfd):
     """Four pairs, five with the synthetic one, one a batch: eleven steps are 2.7 epochs of four and 2.1 of five."""
     root = toy_that_ran

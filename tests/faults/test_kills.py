@@ -76,7 +76,7 @@ def flow_project(tmp_path: Path) -> Iterator[FlowProject]:
         yield FlowProject(root, environment, trained)
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(120)
 def test_of_ten_runs_of_a_commit_one_trains_and_a_person_works_on_meanwhile(flow_project):
     root = flow_project.root
     flows = flow_project.start(*[[]] * AT_ONCE)
@@ -102,7 +102,7 @@ def test_of_ten_runs_of_a_commit_one_trains_and_a_person_works_on_meanwhile(flow
     assert "seed: 5" not in git("show", f"{branch}:dvc.lock", cwd=root)
 
 
-@pytest.mark.slow(80)
+@pytest.mark.slow(42)
 def test_two_runs_with_other_parameters_run_in_parallel_each_judged_by_its_version(flow_project, monkeypatch):
     logs = flow_project.ended(flow_project.start(["train.seed=1"], ["train.seed=2"]))
     assert {log.splitlines()[-1] for log in logs} <= {"Completed", "Rejected"}

@@ -164,7 +164,7 @@ def read_state(machine: Machine) -> list[Any]:
     ]
 
 
-@pytest.mark.slow(90)
+@pytest.mark.slow(27)
 def test_a_foreign_page_is_refused_on_every_route_and_jobs_take_no_variables(machine):
     state_before = read_state(machine)
     full = machine.ask("/deployments/name/m3diff/full")["id"]

@@ -139,7 +139,7 @@ MLFLOW = (
 )
 
 
-@pytest.mark.slow(90)
+@pytest.mark.slow(150)
 def test_no_page_of_the_servers_asks_a_host_that_is_not_this_machine(servers):
     servers.run_deployment("m3diff/full", "first")
     prefect, mlflow = (f"http://127.0.0.1:{port}/" for port in (servers.prefect, servers.mlflow))
@@ -234,7 +234,7 @@ def schedule_late_run(machine: Machine, deployment: str, run: str) -> Callable[[
     return final_state
 
 
-@pytest.mark.slow(120)
+@pytest.mark.slow(95)
 def test_a_late_run_runs_new_data_start_one_and_each_failure_is_told_once(project, listener: Listener):
     """A stage checks a drop folder, which has a bad file."""
     (project / MINE).mkdir(parents=True)

@@ -79,7 +79,7 @@ def other_datasets() -> list[str]:
     return [name for name in load_params(Path("params.yaml")).ingest.datasets if name != "mine"]
 
 
-@pytest.mark.slow(45)
+@pytest.mark.slow(20)
 def test_a_warm_start_trains_changed_datasets_whole_and_a_share_of_the_rest(champion_project, monkeypatch):
     champion = sha256_of_folder(CHECKPOINT)
     change_mine(champion_project)

@@ -69,7 +69,7 @@ def existing_branches(team: Team) -> set[str]:
     return {reference for reference in references if "runs/" in reference}
 
 
-@pytest.mark.slow(100)
+@pytest.mark.slow(65)
 def test_old_versions_are_removed_with_all_that_only_they_need(
     trained_once, empty_store, tmp_path, monkeypatch, capsys
 ):

@@ -71,7 +71,7 @@ def test_a_version_answers_about_any_sample(checkpoint: Path, tmp_path: Path, pa
     assert len({*expected}) > 3, "equal answers would not show their order"
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(12)
 def test_a_stored_version_answers_with_its_own_code(checkpoint: Path, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     original_uri = mlflow.get_tracking_uri()

@@ -174,7 +174,7 @@ def test_a_connection_that_is_silent_or_stops_in_the_middle_is_closed(server):
     assert httpx.get(f"{server.address}/readyz").status_code == 200
 
 
-@pytest.mark.slow(50)
+@pytest.mark.slow(13)
 @pytest.mark.parametrize(
     ("number", "send"), [(signal.SIGTERM, os.kill), (signal.SIGHUP, os.kill), (signal.SIGINT, os.killpg)], ids=str
 )
@@ -731,7 +731,7 @@ def is_answered(address: str) -> bool:
         return False
 
 
-@pytest.mark.slow(110)
+@pytest.mark.slow(30)
 def test_a_registered_version_gives_the_same_captions_by_both_servers(tmp_path, monkeypatch):
     """A server that caches the features of images must pass this test (docs/serving.md): A with B, then A with C."""
     monkeypatch.setattr("tests.servers.PATIENCE_S", 240)

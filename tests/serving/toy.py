@@ -356,4 +356,5 @@ if __name__ == "__main__":
         module, _, constant = name.partition(".")
         setattr(importlib.import_module(f"m3diff.serving.{module}"), constant, value)
     batcher.Replica = Importable  # type: ignore[misc]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, and so by the server, if the tests run under nohup
     sys.exit(main())

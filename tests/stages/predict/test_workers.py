@@ -312,7 +312,7 @@ def test_a_worker_computes_with_as_many_threads_as_it_has_cpus(checkpoint, mixtu
     assert list(worker.caption(in_batches(mixture))) == [3, 3]
 
 
-@pytest.mark.slow(85)
+@pytest.mark.slow(15)
 def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
     broken = write_test_split(tmp_path / "mixture")
     (broken / "3_after.png").write_bytes(b"no image")
@@ -321,7 +321,7 @@ def test_a_worker_s_data_error_is_the_stage_s(checkpoint, tmp_path):
     assert "Traceback" not in str(refused.value)
 
 
-@pytest.mark.slow(65)
+@pytest.mark.slow(25)
 def test_what_a_dead_worker_left_is_answered_once(checkpoint, mixture, tmp_path, monkeypatch, capsys):
     """The captions are those of a single process."""
 

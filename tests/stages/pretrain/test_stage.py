@@ -144,7 +144,7 @@ def test_the_embedded_base_was_made_by_the_recipe_of_params_yaml():
         assert config.get(key) == saved_config.get(key), key
 
 
-@pytest.mark.slow(45)
+@pytest.mark.slow(14)
 def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path):
     train_tokenizer(2417, ("grid", "free")).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (BASE / "tokenizer.json").read_bytes()

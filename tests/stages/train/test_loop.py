@@ -604,7 +604,7 @@ def test_a_run_goes_on_with_another_number_of_workers(first_count, stage, worksp
     assert_same(load_file(folder / "checkpoint" / "model.safetensors"), undisturbed.weights, atol=2e-5)
 
 
-@pytest.mark.slow(150)
+@pytest.mark.slow(75)
 def test_two_workers_as_on_gpus_train_alike_at_every_stage_and_resume_after_a_kill(workspace):
     """The runs use bf16, FlexAttention and one sequence per micro-batch. A killed run ends with the same bits."""
     losses = []
