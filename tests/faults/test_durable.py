@@ -44,6 +44,7 @@ IN_TEMPORARY = (
     "meteor.py MeteorProgram.start_processes",
     "spice.py score_items",
     "spice.py copy_program",
+    "spice.py extract_native_libraries",
     "spice.py run_program",
 )
 PLAIN = {

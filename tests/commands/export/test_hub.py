@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import runpy
 import shutil
@@ -34,6 +35,7 @@ from m3diff.records.errors import DataError, Fault, command_to_read_again, wordi
 from m3diff.records.files import sha256
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
+from tests.conftest import MadeOnce
 from tests.errors import Message, raises
 from tests.layouts import list_images, make_entry, uris_of, write_record_table
 from tests.models.llava15 import write_llava15
@@ -180,19 +182,25 @@ def ask(tmp: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return result["answers"]
 
 
-@pytest.fixture(scope="module")
-def shared_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Shared]:
-    """The shared model of each case, where there is no dvc.lock."""
+def make_shared_models(folder: Path) -> None:
+    """Write the shared model of each case, where there is no dvc.lock, and pickle their descriptions."""
     models = {}
-    for name, (write_base, settings) in CASES.items():
-        root = tmp_path_factory.mktemp("run")
+    for number, (name, (write_base, settings)) in enumerate(CASES.items()):
+        root = folder / str(number)
+        root.mkdir(parents=True)
         run = run_of(root, write_base(root / "base"), settings)
         with pytest.MonkeyPatch.context() as elsewhere:
             elsewhere.chdir(root)
             assert export_hub(run, root / "out" / "tiny-model") == []
         pairs = [(str(root / "images" / f"{n}a.png"), str(root / "images" / f"{n}b.png")) for n in range(PAIRS)]
         models[name] = Shared(name, run, root / "out" / "tiny-model", pairs)
-    return models
+    (folder / "models.pickle").write_bytes(pickle.dumps(models))
+
+
+@pytest.fixture(scope="module")
+def shared_models(made_once: MadeOnce) -> dict[str, Shared]:
+    folder = made_once("shared-models", make_shared_models)
+    return pickle.loads((folder / "models.pickle").read_bytes())
 
 
 @pytest.fixture
@@ -289,22 +297,25 @@ REFUSED_BY_TRANSFORMERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(scope="module")
-def answers(shared_models: dict[str, Shared], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def answers(shared_models: dict[str, Shared], made_once: MadeOnce) -> dict[str, dict[str, Any]]:
     """What each folder answers in a bare environment, by the name of the request."""
-    tmp = tmp_path_factory.mktemp("bare")
-    requests_of_all = []
-    for name, case in shared_models.items():
-        (tmp / name).mkdir()
-        requests = requests_of(case, tmp / name)
-        requests_of_all += [
-            (name, request, {"folder": str(case.folder)} | content) for request, content in requests.items()
-        ]
-    answers_by_case: dict[str, dict[str, Any]] = {name: {"at": tmp / name} for name in shared_models}
-    for (name, request, _), answer in zip(
-        requests_of_all, ask(tmp, [content for *_, content in requests_of_all]), strict=True
-    ):
-        answers_by_case[name][request] = answer
-    return answers_by_case
+
+    def make(tmp: Path) -> None:
+        requests_of_all = []
+        for name, case in shared_models.items():
+            (tmp / name).mkdir(parents=True)
+            requests = requests_of(case, tmp / name)
+            requests_of_all += [
+                (name, request, {"folder": str(case.folder)} | content) for request, content in requests.items()
+            ]
+        answers_by_case: dict[str, dict[str, Any]] = {name: {"at": tmp / name} for name in shared_models}
+        for (name, request, _), answer in zip(
+            requests_of_all, ask(tmp, [content for *_, content in requests_of_all]), strict=True
+        ):
+            answers_by_case[name][request] = answer
+        (tmp / "answers.pickle").write_bytes(pickle.dumps(answers_by_case))
+
+    return pickle.loads((made_once("answers-of-shared-models", make) / "answers.pickle").read_bytes())
 
 
 def test_without_the_project_the_tokens_are_the_project_s(case, answers):
