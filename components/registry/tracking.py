@@ -191,7 +191,12 @@ def _relocate_artifacts(database: Path) -> None:
 
 def find_registered_model(client: MlflowClient, name: str) -> RegisteredModel | None:
     """Return the registered model with its aliases and tags, or None if nothing is registered under this name."""
-    return next(iter(client.search_registered_models(f"name = '{name}'")), None)
+    try:
+        return client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != NOT_FOUND_CODE:
+            raise
+        return None
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:

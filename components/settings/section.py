@@ -10,6 +10,7 @@ import inspect
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -42,6 +43,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
+    @cache  # a file of parameters needs them many times
     def field_descriptions(cls) -> dict[str, str]:
         """Return the descriptions of the fields by name, from the docstrings below them in this class and its bases."""
         descriptions: dict[str, str] = {}

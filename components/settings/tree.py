@@ -1,6 +1,7 @@
 """The type of all parameters, with one section per stage. `load.py` reads them from `params.yaml`."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +58,12 @@ class _Family(BaseModel):
     family: Annotated[str, name_validator(FAMILIES)]
 
 
+@cache
+def _type_adapter(settings_class: type[Any]) -> TypeAdapter[Any]:
+    """Return the validator of a class of settings. It takes milliseconds to build, and a file has many entries."""
+    return TypeAdapter(settings_class)
+
+
 class TypedByFamily:
     """A marker that makes pydantic validate an entry in `models` as the settings of its family."""
 
@@ -72,7 +79,8 @@ class TypedByFamily:
         Raises:
             ValidationError: a value is invalid, or a key of the rates or delays is not a part of the family.
         """
-        settings = TypeAdapter(cls.settings_class(entry)).validate_python(entry)
+        adapter = _type_adapter(cls.settings_class(entry))  # type: ignore[arg-type]  # mypy takes classes as unhashable
+        settings = adapter.validate_python(entry)
         faults = list(faults_of_parts(settings))
         if faults:
             raise ValidationError.from_exception_data(type(settings).__name__, faults)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlflow
 import pytest
@@ -253,14 +253,18 @@ def test_a_command_to_restore_a_run_contains_no_password(monkeypatch):
 
 
 @pytest.mark.parametrize(("error_code", "is_lost"), [(RESOURCE_DOES_NOT_EXIST, True), (INTERNAL_ERROR, False)], ids=str)
-def test_a_run_that_mlflow_lost_is_none_and_another_error_is_raised(error_code, is_lost):
-    def refuse(run_id: str) -> None:
+@pytest.mark.parametrize("find", [tracking.find_run, tracking.find_registered_model])
+def test_what_mlflow_lost_is_none_and_another_error_is_raised(find, error_code, is_lost):
+    def refuse(name: str) -> None:
         raise MlflowException("no", error_code=error_code)
 
-    client: Any = SimpleNamespace(get_run=refuse)
-    assert tracking.find_run(client, None) is None
+    client: Any = SimpleNamespace(get_run=refuse, get_registered_model=refuse)
     with nullcontext() if is_lost else pytest.raises(MlflowException):
-        assert tracking.find_run(client, "a1") is None
+        assert find(client, "a1") is None
+
+
+def test_a_version_without_a_run_has_none():
+    assert tracking.find_run(cast(Any, None), None) is None
 
 
 HOST = socket.gethostname()
