@@ -94,6 +94,7 @@ def build(root: Path) -> Path:
     (root / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
     run(root, "dvc", "repro", "-q", "--single-item", "code", "pretrain")
     commit(root, "toy")
+    run(root, "git", "gc", "-q")  # many tests copy the project, and a pack is one file instead of hundreds
     return root
 
 
