@@ -21,6 +21,7 @@ protocols here follow these papers: words are split at spaces, without the PTB t
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from m3diff.datasets.doubts import as_yaml
 from m3diff.datasets.files import describe, pick, read_json
@@ -48,18 +49,6 @@ NO_CHANGE_SENTENCES = {
     "the two scenes seem identical",
     "no change has occurred",
     "almost nothing has changed",
-}
-# Options with which `pairs` reads data in this layout, and marks the pairs without a change by `changeflag`
-OPTIONS_OF_OWN_DATA = {
-    "manifest": FILE,
-    "rows": "images",
-    "columns": {
-        "before": "images/{split}/A/{filename}",
-        "after": "images/{split}/B/{filename}",
-        "captions": "sentences.*.raw",
-        "id": "filename",
-    },
-    "no_change": {"changeflag": [0, False]},
 }
 
 
@@ -102,15 +91,26 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
             source=source,
         )
     if len(names_with_flag_0) > 2 * unchanged_pairs:
-        entry = {"reader": "pairs", "root": str(root), "options": OPTIONS_OF_OWN_DATA}
         raise DataError(
             "datasets.own_data_like_levir_cc",
             path=root / FILE,
             pairs=len(names_with_flag_0),
             unchanged=unchanged_pairs,
             example=names_with_flag_0[0],
-            options=as_yaml(entry),
+            options=as_yaml(_entry_of_own_data(root, images)),
         )
+
+
+def _entry_of_own_data(root: Path, images: str) -> dict[str, Any]:
+    """Return the entry with which `pairs` reads data in this layout, whose unchanged pairs have the `changeflag` 0."""
+    columns = {
+        "before": f"{images}/{{split}}/A/{{filename}}",
+        "after": f"{images}/{{split}}/B/{{filename}}",
+        "captions": "sentences.*.raw",
+        "id": "filename",
+    }
+    options = {"manifest": FILE, "rows": "images", "columns": columns, "no_change": {"changeflag": [0, False]}}
+    return {"reader": "pairs", "root": str(root), "options": options}
 
 
 def _are_tokens(value: object) -> bool:

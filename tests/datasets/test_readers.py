@@ -437,8 +437,10 @@ REFUSED: list[tuple[str, Change, str, str, dict[str, Any]]] = [
 def test_own_data_in_levir_ccs_layout_are_refused_with_an_entry_for_them(tmp_path):
     root = layouts.write_own_levir(tmp_path)
     fields = {"pairs": 2, "unchanged": 0, "example": "val_000001.png"}
-    with raises(DataError, "datasets.own_data_like_levir_cc", path=root / LEVIR, **fields):
-        list(levir_cc.read(root))
+    with raises(DataError, "datasets.own_data_like_levir_cc", path=root / LEVIR, **fields) as refused:
+        list(levir_cc.read(root, images="pictures"))
+    columns = yaml.safe_load(refused.value.fields["options"])["options"]["columns"]
+    assert columns["after"] == "pictures/{split}/B/{filename}"
     edit_json(root / LEVIR, lambda file: [image.update(changeflag=None) for image in file["images"]])
     assert [row.change_types for row in levir_cc.read(root)] == 4 * [["change"]]
 
