@@ -30,7 +30,7 @@ SAMPLE_S = 600
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    # A number that changes every six hours, so that soon every test is in a sample, and a run can be repeated meanwhile
+    # The number changes every six hours, so that every test is soon in a sample. Until then, a run can be repeated
     quarter_of_day = int(time.time() // 21600)
     parser.addoption("--all", action="store_true", help="a sample of the longest tests, and every other")
     parser.addoption("--long", action="store_true", help="the tests alone of which --all takes a sample")

@@ -239,8 +239,8 @@ def test_an_own_ray_is_kept_off_the_network_unless_the_user_wants_it(address, va
     assert os.environ.get(RAY_BEYOND_LOOPBACK) == value
 
 
-# Code that begins as each entry point does and then ends; most cannot go on without their arguments. If a function that
-# it replaces has another name, it fails at once, since the entry point would do its work
+# Code that starts each entry point. Most entry points then fail, because arguments are missing. Others would do their
+# work, so the code replaces the function that does it, and first asserts that this function exists
 ENTRY_POINTS = {
     "the command line": "from m3diff.__main__ import main\nmain(['--version'])",
     "make up": "from infra import services\nservices.COMMANDS['wait'] = lambda: None\nservices.main('wait')",

@@ -102,7 +102,7 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
 
 
 def _entry_of_own_data(root: Path, images: str) -> dict[str, Any]:
-    """Return the entry with which `pairs` reads data in this layout, whose unchanged pairs have the `changeflag` 0."""
+    """Return an entry that reads data in this layout with `pairs`. `changeflag` marks the unchanged pairs."""
     columns = {
         "before": f"{images}/{{split}}/A/{{filename}}",
         "after": f"{images}/{{split}}/B/{{filename}}",

@@ -43,7 +43,7 @@ IMAGE_SUFFIXES = (
 SEPARATORS = (",", ";", "\t", "|")
 LIST_COLUMNS = ("images", "image", "imgs", "imagepaths")  # names of columns that may contain a list of both images
 SAMPLE_ROWS = 200  # number of rows that are read to find out what the columns contain
-# A word in the name of a column that probably contains names of images
+# Matches a word in the name of a column that probably contains names of images
 WORD_FOR_IMAGE = re.compile(r"image|img|file|photo|picture", re.I)
 TRIED_VALUES = 20  # number of values of a column that are tried as names of images
 MAX_FOLDERS = 8  # if there are more folders next to a table, no path templates are tried
@@ -261,7 +261,7 @@ def _find_templates(root: Path, values: Mapping[str, list[Any]]) -> ImageColumns
 def _templates_of_column(
     root: Path, name: str, column: Sequence[Any], folder_pairs: Sequence[tuple[str, str]]
 ) -> list[dict[str, str]]:
-    """Return the path templates by which a value of a column names an image in both folders of a pair."""
+    """Return the path templates by which at least one value of a column names an image in both folders of a pair."""
     stems = list(dict.fromkeys(value for value in column if isinstance(value, str | int)))[:TRIED_VALUES]
     for suffix in ("", *IMAGE_SUFFIXES):
         templates = []

@@ -1,4 +1,4 @@
-"""Threads that prepare images while another thread computes with the model."""
+"""Set the number of torch's threads: several for the model, and one for each thread that prepares images."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,19 +12,20 @@ def use_threads(count: int) -> None:
     import torch
 
     torch.set_num_threads(count)
-    torch.get_num_threads()  # counts as a computation
+    torch.get_num_threads()  # from this call on, the calling thread keeps its number
 
 
 def preparing_threads(count: int) -> ThreadPoolExecutor:
-    """Return threads in which torch computes without further threads, as PyTorch's DataLoader does in its workers.
+    """Return a pool of threads that prepare images. Torch computes in each of them without starting further threads.
 
-    Otherwise, each of them starts OpenMP threads of its own. If a process then has more of them than the machine has
-    cores, OpenMP puts all threads to sleep between operations instead of letting them spin, including those of the
-    thread that computes with the model. On two cores, a step of the embedded model then takes 1.4 times as long.
+    PyTorch's DataLoader does the same in its workers. Otherwise, each thread of the pool starts OpenMP threads of its
+    own. If a process then has more of them than the machine has cores, OpenMP puts all threads to sleep between
+    operations instead of letting them spin, including those of the model. On two cores, a step of the embedded model
+    then takes 1.4 times as long.
 
     The calling thread keeps its number of threads.
     """
     import torch
 
-    torch.get_num_threads()
+    torch.get_num_threads()  # see `use_threads`
     return ThreadPoolExecutor(count, thread_name_prefix="prepare", initializer=use_threads, initargs=(1,))

@@ -1,4 +1,4 @@
-"""Threads that prepare images, and the number of threads with which torch computes."""
+"""The number of threads with which torch computes, in the model's thread and in those that prepare images."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ def one_thread() -> Iterator[None]:
 
 
 def in_new_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread that has not computed yet."""
+    """Call a function in a new thread, in which torch has not computed yet."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

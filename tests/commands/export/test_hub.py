@@ -183,7 +183,7 @@ def ask(tmp: Path, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def make_shared_models(folder: Path) -> None:
-    """Write the shared model of each case, where there is no dvc.lock, and pickle their descriptions."""
+    """Write a shared model for each case, in a folder without dvc.lock, and pickle a description of each model."""
     models = {}
     for number, (name, (write_base, settings)) in enumerate(CASES.items()):
         root = folder / str(number)
@@ -686,10 +686,11 @@ Edit = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
-def root(shared_models: dict[str, Shared]) -> Path:
-    """The run's folder with `merged`, copied out of it, `adapters` and their `base`, and two images."""
+def root(shared_models: dict[str, Shared], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the run's folder, to which exported `merged` weights, `adapters` and two images are added."""
     run = shared_models["m3diff"].run
-    root = shared_models["m3diff"].folder.parents[1]
+    folder = shared_models["m3diff"].folder.parents[1]  # all workers have this folder
+    root = Path(shutil.copytree(folder, tmp_path_factory.mktemp("copy") / "run"))
     for name in ("merged", "adapters"):
         export_checkpoint(run.paths.model / "checkpoint", root / name, adapters=name == "adapters")
     for name, seed in (("a.png", 1), ("b.png", 2)):
