@@ -249,7 +249,7 @@ def _captions(rng: np.random.Generator, part: Part, split_index: int) -> Caption
     texts = []
     for start, end in pairwise(ends):
         texts.append(" ".join(words[index] for index in sampled[start:end].tolist()))
-    cuts = (np.arange(pairs + 1) * captions) // pairs
+    cuts = (np.arange(pairs + 1) * captions) // max(pairs, 1)  # a small mixture may have an empty split
     captions_of_pairs = []
     for start, end in pairwise(cuts):
         captions_of_pairs.append([f"{text} {number}" for number, text in enumerate(texts[start:end])])

@@ -45,6 +45,8 @@ def start_ray(compute: Compute) -> None:
     """
     import ray
 
+    from m3diff.ray_logging import RayErrorsOnly
+
     cluster = os.environ.get("RAY_ADDRESS")
     if cluster:
         arguments: dict[str, Any] = {"address": cluster}
@@ -68,8 +70,7 @@ def start_ray(compute: Compute) -> None:
                 **arguments,
                 log_to_driver=True,
                 logging_level=logging.WARNING,
-                # Ray's cleanup processes print warnings about harmless events
-                logging_config=ray.LoggingConfig(log_level="ERROR"),
+                logging_config=RayErrorsOnly(),
             )
         except Exception as error:  # Ray raises many types of errors, including a bare Exception
             ray.shutdown()

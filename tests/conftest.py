@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import logging
 import os
 import random
 import shutil
@@ -134,6 +135,14 @@ def own_stores_stay_closed() -> Iterator[None]:
     opened_stores.clear()
     yield
     assert opened_stores == [], "the test opened a store of this checkout"
+
+
+@pytest.fixture(autouse=True)
+def logging_stays_unchanged() -> Iterator[None]:
+    """Fail a test that changes which messages are logged, because a later test would look for them in vain."""
+    levels = logging.root.level, logging.root.manager.disable
+    yield
+    assert (logging.root.level, logging.root.manager.disable) == levels
 
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +77,56 @@ def test_what_workers_print_is_shown_and_what_ray_says_of_itself_only_as_a_warni
     ray_cluster.start_ray(compute())
     assert init_arguments["log_to_driver"] is True
     assert init_arguments["logging_level"] == logging.WARNING
+
+
+@pytest.fixture
+def ray_logger() -> Iterator[logging.Logger]:
+    """Return the logger above all of Ray's loggers, and restore its level after the test."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    yield logger
+    logger.setLevel(level)
+
+
+def test_only_ray_s_loggers_are_limited_to_errors(init_arguments, ray_logger, caplog):
+    """Ray applies the settings in this process and, pickled, in each worker."""
+    ray_cluster.start_ray(compute())
+    ray_logger.setLevel(logging.INFO)
+    handlers = list(logging.root.handlers)
+    pickle.loads(pickle.dumps(init_arguments["logging_config"]))._apply()
+    assert ray_logger.level == logging.ERROR
+    assert logging.root.handlers == handlers
+    logging.getLogger("m3diff.stages.train.state").warning("a checkpoint is damaged")
+    assert caplog.messages == ["a checkpoint is damaged"]
+
+
+WARNS = """
+import logging, ray
+from m3diff.cluster import start_ray
+from m3diff.runtime import prepare
+from tests.test_ray_cluster import compute
+
+def warn(place):
+    for name in ("m3diff.stages.train.state", "ray.train"):
+        logging.getLogger(name).warning("%s in %s", name, place)
+
+prepare()
+start_ray(compute())
+ray.get(ray.remote(warn).remote("a worker"))
+warn("this process")
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow(12)
+def test_a_worker_s_warnings_are_shown_and_ray_s_are_not(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    done = subprocess.run([sys.executable, "-c", WARNS], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    output = done.stdout + done.stderr
+    assert "m3diff.stages.train.state in a worker" in output
+    assert "m3diff.stages.train.state in this process" in output
+    assert "ray.train in" not in output
 
 
 def test_a_dead_address_is_recorded_where_ray_looks_for_its_dashboard(init_arguments):
