@@ -82,7 +82,7 @@ def check(
     # A sure answer goes into a new entry without asking. The user has to add it to an existing entry in params.yaml
     open_doubts = [doubt for doubt in reading.doubts if doubt.answers and (is_configured or not doubt.is_sure)]
     lines += _question_lines(open_doubts, with_answers=is_configured)
-    if not is_configured:
+    if not is_configured and not reading.names_other_entry:
         lines += _entry_lines(dataset.name, entry, reading.doubts, open_doubts)
     return lines, is_sound and not open_doubts
 

@@ -59,12 +59,14 @@ class FolderReading:
     is_sound: whether the folder contains pairs and no problem was found.
     can_be_judged: whether ingest accepts the rows, so that validate can check them. Some rows may be invalid.
     doubts: questions about captions that the entry does not answer.
+    names_other_entry: whether a line names an entry to use instead of this one.
     """
 
     lines: list[str]
     is_sound: bool = False
     can_be_judged: bool = False
     doubts: list[Doubt] = field(default_factory=list)
+    names_other_entry: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,10 @@ def read_folder(name: str, entry: DatasetEntry) -> FolderReading:
     except DataError as error:
         lines = [f"  CANNOT BE READ {error}"]
         remedy = remedy_for_missing_columns(entry) if error.code == "datasets.missing_columns" else None
-        return FolderReading([*lines, *_list_remedies([remedy] if remedy else [])])
+        return FolderReading(
+            [*lines, *_list_remedies([remedy] if remedy else [])],
+            names_other_entry=error.code == "datasets.own_data_like_levir_cc",
+        )
     problems = _problems(content)
     lines = _overview_lines(name, entry, content)
     for kind, examples in problems.items():

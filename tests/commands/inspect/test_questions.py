@@ -95,6 +95,7 @@ def test_own_data_in_levir_ccs_layout_are_read_with_the_entry_of_the_check(tmp_p
     root = write_own_levir(tmp_path / "mine")
     is_sound, output = check_folder(root)
     assert not is_sound
+    assert "reader: levir_cc" not in output, "the entry that was refused"
     entry = yaml.safe_load(re.search(r"`(\{reader: .*?\})`", output)[1])
     assert entry["reader"] == "pairs"
     rows = list(pairs.read(Path(entry["root"]), **entry["options"]))
