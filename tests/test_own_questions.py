@@ -12,9 +12,7 @@ from PIL import Image
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import read_manifest
-from m3diff.registry import model_source
 from m3diff.registry.model_source import Source
-from m3diff.serving import batcher
 from m3diff.serving.batcher import AnswerRequest, Replica
 from m3diff.serving.questions import note_about_sample
 from m3diff.settings.compute import Compute
@@ -95,7 +93,7 @@ def test_each_question_of_a_pair_is_a_sample_with_its_own_tokens(folder):
 
 
 @pytest.mark.slow(20)
-def test_a_model_of_questions_is_scored_by_kind_and_answers_what_it_learnt(folder, tmp_path, monkeypatch):
+def test_a_model_of_questions_is_scored_by_kind_and_answers_what_it_learnt(folder, tmp_path):
     settings = load_params(REPOSITORY / "profiles" / "embedded.yaml").models["m3diff"]
     changes = {"model": settings, "epochs": 100, "val_pairs": 1, "caption_val_pairs": 1}
     changes |= {"checkpoint_every_steps": 100, "warmup_share": 0.1}
@@ -119,7 +117,6 @@ def test_a_model_of_questions_is_scored_by_kind_and_answers_what_it_learnt(folde
     assert scores_by_kind.keys() == QUESTIONS.keys()
     assert all("exact_match" in scores for scores in scores_by_kind.values())
 
-    monkeypatch.setattr(batcher, "load", model_source.load)  # toys of other tests replace it
     learnt = asyncio.run(ask_about_training_pairs(checkpoint, folder / "raw"))
     expected = [[answers[number] for _, answers in QUESTIONS.values()] for number in range(4)]
     assert learnt == expected

@@ -43,8 +43,7 @@ Serve = Callable[..., Service]
 
 
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    monkeypatch.setattr(batcher, "load", toy.load_toy)  # replicas of toys set it for their process; here it is restored
+def serve(tmp_path: Path) -> Iterator[Serve]:
     folder = toy.write_toy(tmp_path / "one", "one")
     services = []
 

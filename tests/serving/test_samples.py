@@ -19,7 +19,6 @@ from m3diff.models.contract import Prepared, Takes
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.models.sample_limits import TrainedOn
 from m3diff.records.sample import Turn
-from m3diff.registry import model_source
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
 from m3diff.serving.batcher import AnswerRequest, PreparedBytes, PreparedRequest, Replica, answer_requests
@@ -551,8 +550,7 @@ def test_an_image_that_cannot_be_decoded_leaves_room(serve, prepared_sets):
 # A real model
 
 
-def test_a_replica_answers_about_one_image_or_two_with_the_turns_before_the_question(tmp_path, monkeypatch):
-    monkeypatch.setattr(batcher, "load", model_source.load)  # toys replace it
+def test_a_replica_answers_about_one_image_or_two_with_the_turns_before_the_question(tmp_path):
     checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base", seed=4), tmp_path / "checkpoint")
     pictures = [noise_image(number) for number in range(2)]
     turns = (Turn("What changed?", "the cup is gone"), Turn("Why?"))

@@ -17,12 +17,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -50,6 +52,7 @@ from tests.toy import REPOSITORY
 PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 COMPUTE_S = 0.04
 CONSTANTS = "TOY_CONSTANTS"
+LOADING = threading.Lock()
 SIDE = 16
 CELLS = 4
 SPECIAL = ("<image>", "<|im_end|>")
@@ -143,8 +146,9 @@ def load_toy(source: Source) -> Any:
 
 class ToyReplica(Replica):
     def __init__(self, *arguments: Any) -> None:
-        batcher.load = load_toy
-        super().__init__(*arguments)
+        # The lock keeps a replica that starts in another thread from restoring the function of this one
+        with LOADING, patch.object(batcher, "load", load_toy):
+            super().__init__(*arguments)
 
 
 class Local(ToyReplica):
