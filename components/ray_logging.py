@@ -1,4 +1,4 @@
-"""What Ray logs in this process and in its workers."""
+"""Limit the messages that Ray logs in this process and in its workers."""
 
 import logging
 

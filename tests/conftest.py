@@ -139,7 +139,7 @@ def own_stores_stay_closed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logging_stays_unchanged() -> Iterator[None]:
-    """Fail a test that changes which messages are logged, because a later test would look for them in vain."""
+    """Fail a test that changes the levels of logging, because a later test could then miss a warning."""
     levels = logging.root.level, logging.root.manager.disable
     yield
     assert (logging.root.level, logging.root.manager.disable) == levels

@@ -156,13 +156,18 @@ def find_mark(caption: str) -> str | None:
     """Return the first kind of `DATA_MARKS` that occurs in a dataset's caption, or None if no kind occurs."""
     normal_caption = normalise_whitespace(caption)
     for kind, pattern in DATA_PATTERNS.items():
-        if pattern.search(caption) if kind in EXACT_KINDS else search_lines(pattern, normal_caption):
+        is_exact = kind in EXACT_KINDS
+        match = pattern.search(caption) if is_exact else search_over_lines(pattern, normal_caption)
+        if match is not None:
             return kind
     return None
 
 
-def search_lines(pattern: re.Pattern[str], caption: str) -> re.Match[str] | None:
-    """Search the lines of a caption, then the caption as one line, because a line may end within a phrase."""
+def search_over_lines(pattern: re.Pattern[str], caption: str) -> re.Match[str] | None:
+    """Return the first match in a caption, or else in the caption as one line, because a line may end within a phrase.
+
+    The caption is searched with its lines first, because some patterns match only at the start or the end of a line.
+    """
     match = pattern.search(caption)
     if match is None and "\n" in caption:
         match = pattern.search(caption.replace("\n", " "))
@@ -220,7 +225,7 @@ def note_marks(captions: Iterable[str], subject: str = "captions", without: Coll
         first_match = None
         marked_captions = 0
         for caption in find_candidates(kind, list(caption_counts)):
-            match = search_lines(pattern, caption)
+            match = search_over_lines(pattern, caption)
             if match is not None:
                 marked_captions += caption_counts[caption]
                 first_match = first_match or match

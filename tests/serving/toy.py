@@ -52,7 +52,7 @@ from tests.toy import REPOSITORY
 PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 COMPUTE_S = 0.04
 CONSTANTS = "TOY_CONSTANTS"
-LOADING = threading.Lock()
+LOAD_LOCK = threading.Lock()
 SIDE = 16
 CELLS = 4
 SPECIAL = ("<image>", "<|im_end|>")
@@ -146,8 +146,8 @@ def load_toy(source: Source) -> Any:
 
 class ToyReplica(Replica):
     def __init__(self, *arguments: Any) -> None:
-        # The lock keeps a replica that starts in another thread from restoring the function of this one
-        with LOADING, patch.object(batcher, "load", load_toy):
+        # Without the lock, two replicas that load in two threads could leave the toy's function in the module
+        with LOAD_LOCK, patch.object(batcher, "load", load_toy):
             super().__init__(*arguments)
 
 
